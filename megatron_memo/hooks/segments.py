@@ -1,0 +1,138 @@
+"""Megatron's TransformerLayer as the three segments that run by tiles.
+
+What stands here is what TransformerLayer._forward_attention and Attention.forward do in training, cut in two at core attention; the MLP
+is the layer's own method. The allowlist and the self-check hold it to the installed Megatron.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..swap.executor import storage_key
+from ..tiles.grid import Grid
+from .rope import rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Arguments of a layer's forward that training may pass. Any other one that is not None asks for something that tiles do not do.
+_KNOWN = ("hidden_states", "attention_mask", "rotary_pos_emb")
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one forward call gives a layer besides its input.
+
+    Attributes:
+        attention_mask: as Megatron passes it, or None for a causal mask that the backend makes.
+        rope: whole-sequence frequencies of q and k, or None.
+    """
+
+    attention_mask: Optional[Tensor]
+    rope: Optional[Tuple[Tensor, Tensor]]
+    shared: FrozenSet[int] = field(default=frozenset())
+
+
+def read_call(layer: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[Tensor, LayerCall]:
+    """The layer's input [s, b, h] and the rest of a call. Raises UnsupportedError for arguments that tiles do not handle."""
+    bound = inspect.signature(type(layer)._forward_attention).bind(layer, *args, **kwargs).arguments
+    unknown = [name for name, value in bound.items() if name not in ("self", *_KNOWN) and value is not None and value != {}]
+    if unknown:
+        raise UnsupportedError(
+            f"--memo: {type(layer).__name__}.forward was given {', '.join(unknown)}, which tiled layers do not handle (expected only "
+            f"{', '.join(_KNOWN)}). Train without packed sequences, inference contexts, cross-attention and attention biases, or without --memo."
+        )
+    rope, mask = bound.get("rotary_pos_emb"), bound.get("attention_mask")
+    if rope is not None and not isinstance(rope, tuple):
+        rope = (rope, rope)
+    shared = [tensor for tensor in (mask, *(rope or ())) if tensor is not None]
+    return bound["hidden_states"], LayerCall(mask, rope, frozenset(storage_key(tensor) for tensor in shared))
+
+
+class MegatronSegments:
+    """The :class:`~megatron_memo.tiles.layer_pass.Segments` of one TransformerLayer.
+
+    Args:
+        layer: megatron.core's TransformerLayer.
+        attend: replaces the layer's own core attention: q, k, v [s, b, heads, d] to o [s, b, heads * d]; None keeps it.
+    """
+
+    def __init__(self, layer: Any, attend: Optional[Attend] = None) -> None:
+        config = layer.config
+        self._layer, self._attend = layer, attend
+        self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._untouched: FrozenSet[int] = frozenset()
+        self._transformer_engine = [module for module in layer.modules() if hasattr(module, "is_first_microbatch")]
+        self._fused_weights = [
+            module.weight
+            for module in layer.modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and getattr(module, "gradient_accumulation_fusion", False)
+        ]
+        # These come before core attention; what is left comes after it.
+        attention = layer.self_attention
+        before = [layer.input_layernorm, *(getattr(attention, n, None) for n in ("linear_qkv", "q_layernorm", "k_layernorm", "core_attention"))]
+        self._before = {id(p) for module in before if module is not None for p in module.parameters()}
+
+    @property
+    def qkv_parameters(self) -> List[Tensor]:
+        return [p for p in self._layer.parameters() if p.requires_grad and id(p) in self._before]
+
+    @property
+    def out_parameters(self) -> List[Tensor]:
+        return [p for p in self._layer.parameters() if p.requires_grad and id(p) not in self._before]
+
+    def begin(self) -> None:
+        # TransformerEngine overwrites main_grad in the backward pass of what it takes for the first micro-batch. Of several tiles the
+        # first one runs first forward and last backward, and would drop what all others have added.
+        for module in self._transformer_engine:
+            module.is_first_microbatch = False
+        # Taken anew for every pass: data parallelism moves parameters into its own buffers.
+        tensors: List[Tensor] = [*self._layer.buffers()]
+        for parameter in self._layer.parameters():
+            tensors += [parameter, *(t for t in (parameter.grad, getattr(parameter, "main_grad", None)) if isinstance(t, Tensor))]
+        self._untouched = frozenset(storage_key(tensor) for tensor in tensors)
+
+    def untouched(self, call: LayerCall) -> FrozenSet[int]:
+        return self._untouched | call.shared
+
+    def qkv(self, x: Tensor, call: LayerCall, grid: Grid, start: int, stop: int) -> Sequence[Tensor]:
+        layer, attention = self._layer, self._layer.self_attention
+        normed = layer.input_layernorm(x)
+        if isinstance(normed, tuple):
+            raise UnsupportedError(
+                "--memo: this layer's input norm returns (output, residual); tiled layers expect the output alone. "
+                "Switch the fused residual norm off, or train without --memo."
+            )
+        q, k, v = attention.get_query_key_value_tensors(normed, None)
+        if call.rope is not None:
+            q, k = rotate(q, k, self._apply_rope, call.rope, grid, start, stop)
+        return q, k, v
+
+    def _apply_rope(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        attention = self._layer.self_attention
+        scale = getattr(attention, "_yarn_concentration_factor", 1.0)
+        return apply_rotary_pos_emb(tensor, rows, config=self._layer.config, mscale=scale)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
+        if self._attend is not None:
+            return self._attend(q, k, v)
+        attention = self._layer.self_attention
+        return attention.core_attention(
+            q, k, v, call.attention_mask, attn_mask_type=attention.attn_mask_type, attention_bias=None, packed_seq_params=None
+        )
+
+    def out(self, o: Tensor, x: Tensor, call: LayerCall) -> Tensor:
+        layer = self._layer
+        projected = layer.self_attention.linear_proj(o)
+        with layer.bias_dropout_add_exec_handler():
+            hidden = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, x, layer.hidden_dropout)
+        return layer._forward_mlp(hidden)
+
+    def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
+        return [any(p is weight for weight in self._fused_weights) and hasattr(p, "main_grad") for p in parameters]

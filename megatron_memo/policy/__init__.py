@@ -1,0 +1,1 @@
+"""What is kept, swapped or recomputed. Pure: no torch, no Megatron."""
