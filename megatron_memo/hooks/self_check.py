@@ -1,0 +1,154 @@
+"""Before the first step: the very layer of this run, stock against tiled, forward and backward.
+
+The tiled layer repeats what two upstream functions do around core attention. Another Megatron version, a fork or an option that nobody
+thought of may do something else there; on a small input this shows before anything is trained.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from ..errors import SelfCheckError
+from ..policy.tiles import LayerPolicy
+from ..swap.executor import Executor
+from ..swap.simulator import SimulatedStreams
+from ..swap.slab import HostSlab
+from ..swap.streams import CudaStreams
+from ..tiles.layer import TiledLayer, run
+from ..tiles.layer_pass import Chain
+from .attach import measure
+from .segments import Attend, LayerCall, MegatronSegments
+
+# A relative distance (norm of the difference over the norm of stock's) that tiles of another height may cause: GEMMs of other shapes round
+# elsewhere. A wrong layer is off by a hundred times that or more.
+_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+_ONE_TILE = LayerPolicy(alpha=1.0, keep=0.0, tiles=1)
+_MIXED = LayerPolicy(alpha=0.4, keep=0.3, tiles=4)
+
+
+class Difference(NamedTuple):
+    tensor: str
+    relative: float
+
+
+def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] = None) -> List[Tuple[str, Difference]]:
+    """Compares the tiled layer with the stock one on ``x`` [s, b, h]; returns the largest difference of each policy.
+
+    Parameters, gradients, ``main_grad``, TransformerEngine's flags and all RNG states are afterwards as they were.
+    Collective over the tensor-parallel group.
+
+    Raises:
+        SelfCheckError: naming the tensor that differs most, by how much, and how much is allowed. With one tile nothing may differ that does
+            not differ between two stock runs.
+    """
+    generator = torch.Generator().manual_seed(20)
+    x = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+    dy = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+    found: List[Tuple[str, Difference]] = []
+    with _left_as_it_was(layer), _core_attention(layer, attend):
+        stock = _run_stock(layer, x, dy, call)
+        noise = _largest(stock, _run_stock(layer, x, dy, call))
+        for name, policy in (("one tile", _ONE_TILE), ("four tiles, mixed", _MIXED)):
+            worst = _largest(stock, _run_tiled(layer, x, dy, call, policy, attend))
+            allowed = 4 * noise.relative if policy is _ONE_TILE else max(_TOLERANCE[x.dtype], 4 * noise.relative)
+            if not worst.relative <= allowed:
+                raise SelfCheckError(
+                    f"the tiled layer ({name}) does not compute what this Megatron's {type(layer).__qualname__} {layer.layer_number} computes: "
+                    f"{worst.tensor} differs by {worst.relative:.2e} (norm of the difference over stock's norm), allowed {allowed:.2e}. "
+                    "Nothing has been trained. Train without --memo, and report Megatron's version and your flags."
+                )
+            found.append((name, worst))
+    return found
+
+
+def _run_stock(layer: Any, x: Tensor, dy: Tensor, call: LayerCall) -> Dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    y, _ = type(layer).forward(layer, hidden_states=x, attention_mask=call.attention_mask, rotary_pos_emb=call.rope)
+    return _gradients(layer, x, y, dy)
+
+
+def _run_tiled(layer: Any, x: Tensor, dy: Tensor, call: LayerCall, policy: LayerPolicy, attend: Optional[Attend]) -> Dict[str, Tensor]:
+    tile = TiledLayer(MegatronSegments(layer, attend), policy, None, Chain(), min_bytes=1)
+    tile.block_bytes = measure(tile, x, call).block_bytes
+    memory = torch.empty(tile.block_bytes, dtype=torch.uint8, pin_memory=x.is_cuda)
+    tile.executor = Executor(CudaStreams(x.device) if x.is_cuda else SimulatedStreams(), HostSlab(memory))
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = run(tile, x, call)
+    return _gradients(layer, x, y, dy)
+
+
+def _gradients(layer: Any, x: Tensor, y: Tensor, dy: Tensor) -> Dict[str, Tensor]:
+    """y, dx and every parameter's gradient, from wherever the kernels put it. No accumulation hook fires."""
+    parameters = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    for parameter in parameters.values():
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad.zero_()
+            parameter.grad_added_to_main_grad = False
+    dx, *of_parameters = torch.autograd.grad(y, [x, *parameters.values()], dy, allow_unused=True)
+    found = {"the output": y.detach(), "the input's gradient": dx}
+    for (name, parameter), gradient in zip(parameters.items(), of_parameters):
+        if getattr(parameter, "grad_added_to_main_grad", False) or gradient is None:
+            gradient = getattr(parameter, "main_grad", None)
+        found[f"the gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+    return found
+
+
+def _largest(stock: Dict[str, Tensor], other: Dict[str, Tensor]) -> Difference:
+    """The tensor that differs most. NaN counts as most."""
+    worst = Difference("the output", 0.0)
+    for name, expected in stock.items():
+        scale = expected.double().norm().item()
+        relative = (other[name].double() - expected.double()).norm().item() / (scale if scale > 0 else 1.0)
+        if relative != relative:
+            return Difference(name, float("inf"))
+        if relative > worst.relative:
+            worst = Difference(name, relative)
+    return worst
+
+
+@contextmanager
+def _core_attention(layer: Any, attend: Optional[Attend]) -> Iterator[None]:
+    """Stock with the same attention kernel, so that what is compared is the layer."""
+    if attend is None:
+        yield
+        return
+    core = layer.self_attention.core_attention
+    core.forward = lambda q, k, v, *args, **kwargs: attend(q, k, v)
+    try:
+        yield
+    finally:
+        core.__dict__.pop("forward")
+
+
+@contextmanager
+def _left_as_it_was(layer: Any) -> Iterator[None]:
+    """Gradients, flags and RNG states after the block as before it."""
+    parameters = list(layer.parameters())
+    main_grads = [p.main_grad.clone() if getattr(p, "main_grad", None) is not None else None for p in parameters]
+    added = [getattr(p, "grad_added_to_main_grad", None) for p in parameters]
+    flags = [(m, m.is_first_microbatch) for m in layer.modules() if hasattr(m, "is_first_microbatch")]
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    tracker = get_cuda_rng_tracker()
+    tracker_states = tracker.get_states()
+    try:
+        yield
+    finally:
+        for parameter, main_grad, flag in zip(parameters, main_grads, added):
+            if main_grad is not None:
+                parameter.main_grad.copy_(main_grad)
+            if flag is not None:
+                parameter.grad_added_to_main_grad = flag
+        for module, flag in flags:
+            module.is_first_microbatch = flag
+        tracker.set_states(tracker_states)
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)

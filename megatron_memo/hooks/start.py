@@ -1,0 +1,87 @@
+"""What is checked and said before the first step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, List, Optional
+
+import torch
+
+from ..attention import backends, check
+from ..config import MemoConfig
+from ..errors import UnsupportedError
+from . import capture
+from .attach import Session, signature
+from .segments import Attend
+from .self_check import self_check
+
+GIB = 1 << 30
+
+
+def checked_attention(layer: Any, config: MemoConfig, args: Any, device: torch.device) -> Optional[Attend]:
+    """The core attention of this run, compared with a float32 reference; None when it is Megatron's own.
+
+    Raises AttentionError when it is wrong, UnsupportedError when another backend cannot stand for Megatron's.
+    """
+    attention = layer.self_attention
+    attend = None
+    description = backends.describe(config.attention)
+    scale = _softmax_scale(layer)
+    if config.attention != "host":
+        attend = backends.make_backend(config.attention, scale=scale)
+    tried = attend if attend is not None else _host(layer)
+    shape = dict(
+        batch=args.micro_batch_size,
+        heads=attention.num_attention_heads_per_partition,
+        groups=attention.num_query_groups_per_partition,
+        head_dim=attention.hidden_size_per_attention_head,
+        dtype=layer.config.params_dtype,
+        device=device,
+    )
+    check.require(check.check_small(tried, scale=scale, **shape), description)
+    if args.seq_length * args.micro_batch_size * shape["heads"] * shape["head_dim"] > 1 << 31:
+        check.require(check.check_long(tried, seq=args.seq_length, scale=scale, description=description, **shape), description)
+    return attend
+
+
+def _softmax_scale(layer: Any) -> float:
+    """What q k^T is multiplied with. Raises UnsupportedError where that depends on the layer."""
+    config = layer.config
+    if getattr(config, "apply_query_key_layer_scaling", False):
+        raise UnsupportedError("--memo: --apply-query-key-layer-scaling is not supported; leave it out.")
+    if getattr(config, "softmax_scale", None) is not None:
+        return config.softmax_scale
+    return 1.0 / math.sqrt(layer.self_attention.hidden_size_per_attention_head)
+
+
+def _host(layer: Any) -> Attend:
+    attention = layer.self_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention.core_attention(q, k, v, None, attn_mask_type=attention.attn_mask_type, attention_bias=None, packed_seq_params=None)
+
+    return attend
+
+
+def check_layers(model: Any, args: Any, device: torch.device, attend: Optional[Attend]) -> List[str]:
+    """Runs the self-check on one layer of each kind; returns a line on each."""
+    layers = capture.layers_of(model)
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    tokens = min(args.seq_length, 16 * shards if device.type == "cpu" else max(256, 16 * shards))
+    x, call = capture.first_call(model, tokens, args.micro_batch_size, device)
+    lines = []
+    for layer in capture.distinct(layers, signature):
+        found = self_check(layer, x, call, attend)
+        lines.append("; ".join(f"{name}: largest difference {worst.relative:.1e} ({worst.tensor})" for name, worst in found))
+    return lines
+
+
+def summary(session: Session, checked: List[str]) -> str:
+    """A few lines for the start of the log."""
+    report, config = session.report(), session.config
+    totals = ", ".join(f"{report[key + '_bytes'] / GIB:.3f} GiB {key}" for key in ("swapped", "kept", "recomputed"))
+    return (
+        f"--memo: {len(session.layers)} layers, {config.tiles} tiles, alpha {config.alpha:g}, keep {config.keep:g}, last {config.keep_layers} layers "
+        f"resident, attention {config.attention}\n--memo: a forward pass has {totals}; host slab {report['host_slab_bytes'] / GIB:.3f} GiB\n"
+        f"--memo: self-check against stock: {' | '.join(checked)}"
+    )

@@ -1,0 +1,126 @@
+"""The whole flow of a run, in order:
+
+    command line -> (CPU set-up) -> hooks -> model is built -> what is unsupported is refused -> attention is checked -> the layer is checked
+    -> one forward pass of one layer is measured -> host memory is taken -> the layers are replaced -> steps -> report
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, List, Optional
+
+from . import flags
+from .config import MemoConfig
+from .errors import ConfigError, UnsupportedError
+
+_INSTALLED: Optional["Runtime"] = None
+
+
+class Runtime:
+    """MEMO in one process. Made by :func:`enable` or :func:`install_argument_hook`."""
+
+    def __init__(self, config: MemoConfig) -> None:
+        self.config = config
+        self.session: Any = None
+        self._installations: List[Any] = []
+
+    # Hooks
+
+    def install(self, parse: bool) -> None:
+        """Installs the hooks that ``config`` asks for. ``parse``: Megatron has yet to parse the command line."""
+        from .hooks import seams, training
+
+        callbacks = training.Callbacks(self.parsed, self.ready, self.stepped, self.ended)
+        hooks = [training.argument_hook(callbacks)] if parse else []
+        if self.config.enabled:
+            hooks += training.training_hooks(callbacks)
+        self._installations.append(seams.install(hooks))
+
+    def uninstall(self) -> None:
+        """Stock Megatron again."""
+        global _INSTALLED
+        if self.session is not None:
+            self.session.detach()
+            self.session = None
+        for installation in reversed(self._installations):
+            installation.uninstall()
+        self._installations.clear()
+        _INSTALLED = None
+
+    # Events of the training loop
+
+    def parsed(self, args: Any) -> None:
+        """The command line is parsed, not validated."""
+        if self.config.cpu:
+            from . import cpu
+
+            changed = cpu.prepare_args(args)
+            if args.rank == 0 and changed:
+                print(f"--memo-cpu: set {', '.join(changed)}", flush=True)
+        if self.config.enabled:
+            from .hooks import allowlist
+
+            allowlist.raise_if_any(allowlist.check_args(args))
+            if self.config.report_dir is not None:
+                from .report.writer import make_directory
+
+                make_directory(self.config.report_dir)
+
+    def ready(self, chunks: Any) -> None:
+        """The model stands, with its weights loaded."""
+        import torch
+
+        from .hooks import allowlist, attach, capture, start, training
+
+        args = training.megatron_args()
+        if len(chunks) != 1:
+            raise UnsupportedError(f"--memo: found {len(chunks)} model chunks on a rank, expected 1. Leave out --num-layers-per-virtual-pipeline-stage.")
+        model = capture.unwrapped(chunks[0])
+        allowlist.raise_if_any([*allowlist.check_args(args), *allowlist.check_config(model.config)])
+        layers = capture.layers_of(model)
+        device = next(model.parameters()).device
+        attend = start.checked_attention(layers[0], self.config, args, device)
+        checked = start.check_layers(model, args, device, attend)
+        x, call = capture.first_call(model, args.seq_length, args.micro_batch_size, device)
+        self.session = attach.attach(layers, self.config, x, call, attend=attend)
+        del x
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        training.print_once(start.summary(self.session, checked))
+
+    def stepped(self, iteration: int, loss: Optional[float], time_ms: float) -> None:
+        """A training step has ended."""
+        if self.session is not None:
+            self.session.end_step(iteration=iteration, loss=loss, time_ms=round(time_ms, 3))
+
+    def ended(self) -> None:
+        """Training is over: the report is written."""
+        if self.session is not None and self.config.report_dir is not None:
+            from .report.writer import write_report
+
+            write_report(self.config.report_dir, int(os.environ.get("RANK", "0")), self.session.report())
+
+
+def install_argument_hook(config: MemoConfig) -> Runtime:
+    """For launchers: hooks that parse the flags themselves and install the rest of what ``config`` asks for. Megatron must be importable."""
+    return _start(config, parse=True)
+
+
+def enable(args: Any) -> Optional[Runtime]:
+    """For scripts with a parsed namespace: installs what its --memo flags ask for; None when they ask for nothing."""
+    config = flags.config_from_args(args)
+    if not (config.enabled or config.cpu):
+        return None
+    runtime = _start(config, parse=False)
+    runtime.parsed(args)
+    return runtime
+
+
+def _start(config: MemoConfig, parse: bool) -> Runtime:
+    global _INSTALLED
+    if _INSTALLED is not None:
+        raise ConfigError("megatron_memo is already enabled in this process. Call uninstall() on what enable() returned before enabling it again.")
+    runtime = Runtime(config)
+    runtime.install(parse)
+    _INSTALLED = runtime
+    return runtime
