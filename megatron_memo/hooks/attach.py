@@ -165,7 +165,7 @@ def attach(
 def _host_buffer(needed_bytes: int, config: MemoConfig, measured: Sequence[Measured], x: Tensor) -> PinnedBuffer:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     budget = budget_bytes(read_limits(), ranks, config.host_gib)
-    if needed_bytes > budget.size_bytes:
+    if budget.size_bytes is not None and needed_bytes > budget.size_bytes:
         raise shortage_error(needed_bytes, budget, _alpha_that_fits(budget.size_bytes, measured, config))
     return PinnedBuffer(needed_bytes, pin=x.is_cuda, device_index=x.device.index if x.is_cuda else None)
 

@@ -1,0 +1,1 @@
+"""MEMO and Megatron: the only package that imports megatron."""

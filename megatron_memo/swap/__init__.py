@@ -1,0 +1,1 @@
+"""Activations to the host and back: host memory, queues, executor. Knows torch, not Megatron."""

@@ -1,0 +1,180 @@
+"""Run by torchrun: gradients of every parameter of a small GPT, stock Megatron against tiled layers, for all cases of one world size.
+
+Writes one JSON line a case to the file named by the first argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+import warnings
+
+warnings.filterwarnings("ignore")
+import torch
+
+from megatron_memo import cpu
+
+cpu.install()
+
+import torch.distributed as dist
+
+WORLD = int(os.environ["WORLD_SIZE"])
+SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS = 32, 64, 32, 8, 3
+
+
+def stand_in_for_the_fused_kernel() -> None:
+    """What apex's extension does on a GPU: adds a weight's gradient to its main_grad."""
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+
+    def wgrad_gemm_accum_fp32(inputs, gradients, main_grad):
+        main_grad += (gradients.reshape(-1, gradients.shape[-1]).T @ inputs.reshape(-1, inputs.shape[-1])).to(main_grad.dtype)
+
+    module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
+    sys.modules[module.__name__] = module
+
+
+stand_in_for_the_fused_kernel()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from gradient_cases import CASES, POLICIES, Case
+from megatron_memo.config import MemoConfig
+from megatron_memo.hooks import allowlist, attach, capture
+from megatron_memo.hooks.self_check import self_check
+
+
+def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParallel:
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seed)
+    gated = case.activation == "swiglu"
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=4 if case.groups == "gqa" else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=WORLD,
+        sequence_parallel=case.sequence_parallel and WORLD > 1,
+        gated_linear_unit=gated,
+        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        add_bias_linear=case.bias,
+        add_qkv_bias=case.bias,
+        normalization=case.norm,
+        qk_layernorm=case.qk_norm,
+        gradient_accumulation_fusion=case.fused,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+    assert not allowlist.check_config(config), allowlist.check_config(config)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=case.qk_norm, normalization=case.norm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type=case.position,
+        share_embeddings_and_output_weights=case.tied,
+        parallel_output=True,
+    ).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases start as ones and zeros, which hide mistakes
+            parameter.add_(0.05 * torch.randn(parameter.shape, dtype=dtype))
+    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=case.fused, overlap_grad_reduce=False), model)
+
+
+def gradients(model: DistributedDataParallel, case: Case):
+    """Loss and main_grad of every parameter after the case's micro-batches, by Megatron's own hooks."""
+    model.zero_grad_buffer()
+    generator = torch.Generator().manual_seed(7)
+    losses = []
+    for _ in range(case.micro_batches):
+        ids = torch.randint(0, VOCABULARY, (case.micro_batch, SEQUENCE), generator=generator)
+        positions = torch.arange(SEQUENCE).expand_as(ids)
+        loss = model(ids, positions, None, labels=ids.roll(-1, 1)).double().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+
+
+def config_of(case: Case) -> MemoConfig:
+    alpha, keep, tiles = POLICIES[case.policy]
+    return MemoConfig(enabled=True, alpha=alpha, keep=keep, tiles=tiles, keep_layers=case.keep_layers, cpu=True, host_gib=1.0)
+
+
+def compare(case: Case, dtype: torch.dtype, check: bool) -> dict:
+    model = build(case, dtype)
+    inner = capture.unwrapped(model)
+    losses, stock = gradients(model, case)
+    layers = capture.layers_of(inner)
+    x, call = capture.first_call(inner, SEQUENCE, case.micro_batch, torch.device("cpu"))
+    checked = [[name, list(worst)] for name, worst in self_check(layers[0], x, call)] if check else None
+    session = attach.attach(layers, config_of(case), x, call)
+    memo_losses, memo = gradients(model, case)
+    with torch.no_grad():
+        model.eval()
+        ids = torch.arange(SEQUENCE).remainder(VOCABULARY).expand(case.micro_batch, -1)
+        positions = torch.arange(SEQUENCE).expand_as(ids)
+        tiled_evaluation = model(ids, positions, None, labels=ids)
+    report = session.report()
+    session.detach()
+    with torch.no_grad():
+        stock_evaluation = model(ids, positions, None, labels=ids)
+    after = gradients(model.train(), case)[1]
+    relative = {name: ((memo[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item() for name, g in stock.items()}
+    worst = max(relative, key=relative.get)
+    bound = torch.tensor([relative[worst]], dtype=torch.float64)
+    dist.all_reduce(bound, dist.ReduceOp.MAX)
+    return {
+        "case": case.name,
+        "dtype": str(dtype),
+        "worst": bound.item(),
+        "parameter": worst,
+        "identical": all(torch.equal(memo[name], g) for name, g in stock.items()) and losses == memo_losses,
+        "losses": [losses, memo_losses],
+        "evaluation": (tiled_evaluation - stock_evaluation).abs().max().item(),
+        "restored": all(torch.equal(after[name], g) for name, g in stock.items()),
+        "self_check": checked,
+        "swapped_bytes": report["swapped_bytes"],
+        "host_peak_bytes": report["host_peak_bytes"],
+        "host_slab_bytes": report["host_slab_bytes"],
+    }
+
+
+def one_tile_cases():
+    """Cases for bit-identity: every feature at its first and last value, one swapped tile."""
+    seen = {}
+    for case in CASES:
+        changed = Case(**{**case.__dict__, "policy": "1 tile swapped", "fused": False})
+        seen.setdefault((changed.norm, changed.activation, changed.position, changed.groups), changed)
+    return list(seen.values())[:8]
+
+
+def main(path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(backend="gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD)
+    lines = [compare(case, torch.float64, check=index % 8 == 0) for index, case in enumerate(CASES)]
+    if WORLD == 1:
+        lines += [compare(case, dtype, check=False) for case in one_tile_cases() for dtype in (torch.float32, torch.bfloat16)]
+    if dist.get_rank() == 0:
+        with open(path, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

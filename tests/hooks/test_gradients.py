@@ -1,0 +1,77 @@
+"""Gradients of every parameter, tiled layers against stock Megatron, in 1, 2 and 4 processes. One launch a world size runs all cases."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+sys.path.insert(0, str(Path(__file__).parent))
+from gradient_cases import CASES, FEATURES, pairwise
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+_RESULTS = {}
+
+
+def results(world, directory):
+    if world not in _RESULTS:
+        path = directory.mktemp(f"world{world}") / "results.jsonl"
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
+        run = subprocess.run(
+            [*command, str(Path(__file__).with_name("gradient_worker.py")), str(path)], env=env, capture_output=True, text=True, timeout=900
+        )
+        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        _RESULTS[world] = {(line["case"], line["dtype"]): line for line in lines}
+    return _RESULTS[world]
+
+
+def test_every_pair_of_feature_values_is_in_a_case():
+    names = list(FEATURES)
+    for index, a in enumerate(names):
+        for b in names[index + 1 :]:
+            assert {(getattr(c, a), getattr(c, b)) for c in CASES} == {(x, y) for x in FEATURES[a] for y in FEATURES[b]}
+    assert len(CASES) == len(pairwise(FEATURES)) < 80
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", ""))
+def test_float64_gradients_equal_stock_megatrons(world, case, tmp_path_factory):
+    line = results(world, tmp_path_factory)[(case.name, "torch.float64")]
+    # A fused kernel sums into float32.
+    assert line["worst"] < (1e-6 if case.fused else 1e-12), line
+    assert line["evaluation"] < 1e-12
+    assert line["restored"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_host_slab_is_exactly_as_large_as_needed(world, tmp_path_factory):
+    for line in results(world, tmp_path_factory).values():
+        assert line["host_peak_bytes"] == line["host_slab_bytes"] == line["swapped_bytes"]
+
+
+def test_one_swapped_tile_is_bit_identical_in_float32_and_bfloat16(tmp_path_factory):
+    lines = [line for (_, dtype), line in results(1, tmp_path_factory).items() if dtype != "torch.float64"]
+    assert len(lines) >= 12
+    assert [line["case"] for line in lines if not line["identical"]] == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_self_check_passes_and_one_tile_differs_by_nothing(world, tmp_path_factory):
+    checked = [line["self_check"] for line in results(world, tmp_path_factory).values() if line["self_check"]]
+    assert len(checked) > 3
+    for (one_tile, (_, zero)), (mixed, (_, small)) in checked:
+        assert zero == 0.0 and small < 1e-11
