@@ -7,6 +7,7 @@ The stack is Megatron's own TransformerBlock. On a GPU it uses TransformerEngine
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import platform
@@ -172,6 +173,14 @@ def start_parallel(tp: int, seed: int = 1) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def loaded_cudnn() -> Optional[int]:
+    """The version of the cuDNN that is loaded. torch raises where TransformerEngine has loaded the system's instead of torch's own."""
+    try:
+        return int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())
+    except (OSError, AttributeError):
+        return None
+
+
 def versions() -> Dict[str, Any]:
     """Of everything that a figure may depend on."""
     found: Dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -179,7 +188,7 @@ def versions() -> Dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     if on_gpu():
-        found.update(gpu=torch.cuda.get_device_name(), cudnn=torch.backends.cudnn.version())
+        found.update(gpu=torch.cuda.get_device_name(), cudnn=loaded_cudnn())
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader", "--id=0"]
             answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip().split(", ")

@@ -9,6 +9,7 @@ delays must agree with stock; each mutant must not. Every case first makes a ste
 from __future__ import annotations
 
 import argparse
+import os
 import traceback
 from dataclasses import asdict
 from typing import Any, Dict, List, Optional
@@ -100,6 +101,8 @@ def arguments(argv: Optional[List[str]] = None) -> argparse.Namespace:
 
 
 def main(argv: Optional[List[str]] = None) -> Dict[str, Any]:
+    # With one hardware queue a delayed copy holds back the kernels behind it, whatever stream they are on, and hides what a missing wait does.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     args = arguments(argv)
     choose_device(args.cpu)
     from megatron_memo.swap.simulator import SimulatedStreams

@@ -128,11 +128,13 @@ class Executor:
     Args:
         streams: the device's queues.
         slab: host memory for all passes; None measures only: groups sent are counted and dropped.
-        leaving_limit_bytes: device bytes that may wait for their copies out before compute is made to wait; None is no limit.
+        leaving_limit_bytes: device bytes that may wait for their copies out before compute is made to wait; None is no limit, and what has
+            been sent since the last :meth:`settle` then stays until the next one.
     """
 
     def __init__(self, streams: Streams, slab: Optional[HostSlab], leaving_limit_bytes: Optional[int] = None) -> None:
         self._streams, self._slab, self._limit = streams, slab, leaving_limit_bytes
+        self._recent = 0
         self._leaving: Deque[Group] = deque()
         self._coming: Dict[int, Tuple[Group, "weakref.ref[PassStore]"]] = {}
 
@@ -163,17 +165,20 @@ class Executor:
             streams.copy(Stream.OUT, slot, source)
         group._event, group.state = streams.record(Stream.OUT), State.LEAVING
         self._leaving.append(group)
+        self._recent += 1
         if self._limit is not None:
             while len(self._leaving) > 1 and sum(g.size_bytes for g in self._leaving) > self._limit:
                 self._retire()
 
     def settle(self) -> None:
-        """Frees the device storages of all groups sent so far: compute waits for their copies.
+        """Frees the device storages of groups sent so far (without a limit: before the last call): compute waits for their copies.
 
         Call it where compute has long work queued since they were sent, such as after attention.
         """
-        while self._leaving:
+        stay = 0 if self._limit is not None else self._recent
+        while len(self._leaving) > stay:
             self._retire()
+        self._recent = 0
         # Fetched for a backward pass that never came (its graph was dropped): the memory is freed only when the copies in are over.
         for number in [number for number, (_, store) in self._coming.items() if store() is None]:
             self.close(self._coming.pop(number)[0])

@@ -1,7 +1,7 @@
 """One piece of host memory, taken once and pinned once.
 
 PyTorch's pinned allocator rounds up to powers of two, and a plain first touch by one thread takes most of a minute for 100 GiB. Here:
-an anonymous mapping with huge pages, bound to the GPU's NUMA node, touched by several threads and registered in one go by several more.
+an anonymous mapping with huge pages, bound to the GPU's NUMA node, touched by several threads and registered in one call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -25,7 +25,6 @@ _HUGE_PAGE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 30
 _RESERVE_BYTES = 1 << 30
 _PATIENCE_S = 10.0
-_REGISTER_PARTS = 8
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
 _MPOL_PREFERRED, _SYS_MBIND = 1, {"x86_64": 237, "aarch64": 235}
 
@@ -64,7 +63,7 @@ class PinnedBuffer:
     ) -> None:
         self.size_bytes = size_bytes
         self._address: Optional[int] = None
-        self._registered: List[int] = []
+        self._registered = False
         self._cudart = cudart
         self.tensor = torch.empty(0, dtype=torch.uint8)
         if size_bytes == 0:
@@ -85,9 +84,9 @@ class PinnedBuffer:
     def close(self) -> None:
         """Unregisters and unmaps. The tensor must not be used any more. Calling it twice does nothing."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        for address in self._registered:
-            self._cudart.cudaHostUnregister(address)
-        self._registered = []
+        if self._registered:
+            self._cudart.cudaHostUnregister(self._address)
+            self._registered = False
         if self._address is not None:
             _libc.munmap(self._address, self._mapped_bytes)
             self._address = None
@@ -117,26 +116,18 @@ class PinnedBuffer:
             time.sleep(0.05)
 
     def _register(self) -> None:
-        """In parts side by side: each part is a range of its own to CUDA, and a copy across two of them still runs asynchronously."""
+        """In one call: CUDA refuses a copy that touches two registered ranges (cudaErrorInvalidValue), so parts side by side will not do."""
         if self._cudart is None:
             self._cudart = torch.cuda.cudart()
-        part = -(-self._mapped_bytes // _REGISTER_PARTS // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
-        starts = range(0, self._mapped_bytes, part)
-
-        def register(start: int) -> int:
-            return int(self._cudart.cudaHostRegister(self._address + start, min(part, self._mapped_bytes - start), 0))
-
-        with ThreadPoolExecutor(_REGISTER_PARTS) as pool:
-            codes = list(pool.map(register, starts))
-        self._registered = [self._address + start for start, code in zip(starts, codes) if code == 0]
-        failed = [code for code in codes if code != 0]
-        if failed:
+        code = int(self._cudart.cudaHostRegister(self._address, self._mapped_bytes, 0))
+        if code != 0:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.3f} GiB"
             raise HostMemoryError(
-                f"CUDA could not pin {self.size_bytes / GIB:.3f} GiB of host memory (cudaHostRegister: error {failed[0]} in {len(failed)} of {len(codes)} parts; "
-                f"locked memory allowed by ulimit -l: {allowed}). Raise the limit or lower --memo-alpha."
+                f"CUDA could not pin {self.size_bytes / GIB:.3f} GiB of host memory (cudaHostRegister: error {code}; locked memory allowed by "
+                f"ulimit -l: {allowed}). Raise the limit or lower --memo-alpha."
             )
+        self._registered = True
 
 
 def _map(size_bytes: int) -> int:

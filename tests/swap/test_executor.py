@@ -40,7 +40,7 @@ def there_and_back(run, tensors):
 
 
 def test_a_tensor_comes_back_as_it_left():
-    run, _ = executor()
+    run, _ = executor(limit=1 << 20)
     tensors = [torch.randn(5, 3), torch.randn(4, 6)[1:, ::2], torch.arange(7), torch.randn(3).to(torch.bfloat16)]
     expected = [t.clone() for t in tensors]
     _, _, handles = there_and_back(run, tensors)
@@ -50,7 +50,7 @@ def test_a_tensor_comes_back_as_it_left():
 
 
 def test_two_views_of_one_storage_are_one_copy():
-    run, recorder = executor()
+    run, recorder = executor(limit=1 << 20)
     base = torch.randn(64)
     _, _, (a, b) = there_and_back(run, [base[:32], base[16:]])
     assert sum(call[0] == "copy" for call in recorder.calls) == 2  # one out, one in
@@ -58,7 +58,7 @@ def test_two_views_of_one_storage_are_one_copy():
 
 
 def test_the_sequence_of_allocations_copies_and_waits_repeats():
-    run, recorder = executor()
+    run, recorder = executor(limit=1 << 20)
     sequences = []
     for _ in range(3):
         recorder.calls.clear()
@@ -72,7 +72,7 @@ def test_the_sequence_of_allocations_copies_and_waits_repeats():
 
 
 def test_a_group_that_has_not_left_stays_without_a_copy_in():
-    run, recorder = executor()
+    run, recorder = executor(limit=1 << 20)
     store, group = run.open(1 << 14), Group()
     tensor = torch.randn(8)
     handle = group.add(tensor)
@@ -94,7 +94,7 @@ def test_the_device_keeps_no_more_than_the_limit_waiting_to_leave():
 
 
 def test_the_block_is_free_once_all_groups_have_been_sent_for():
-    run, _ = executor(size_bytes=1 << 14)
+    run, _ = executor(limit=1 << 20, size_bytes=1 << 14)
     store, groups = run.open(1 << 14), [Group(), Group()]
     for group in groups:
         group.add(torch.randn(8))
@@ -107,7 +107,7 @@ def test_the_block_is_free_once_all_groups_have_been_sent_for():
 
 
 def test_an_activation_that_was_not_fetched_is_an_error_and_not_old_memory():
-    run, _ = executor()
+    run, _ = executor(limit=1 << 20)
     store, group = run.open(1 << 14), Group()
     handle = group.add(torch.randn(8))
     run.send(group, store)
@@ -127,8 +127,18 @@ def test_measuring_counts_and_copies_nothing():
 
 
 def test_a_pass_that_was_measured_to_send_nothing_cannot_send():
-    run, _ = executor()
+    run, _ = executor(limit=1 << 20)
     store, group = run.open(0), Group()
     group.add(torch.randn(8))
     with pytest.raises(RuntimeError, match="measured to send nothing sends 512 bytes"):
         run.send(group, store)
+
+
+def test_without_a_limit_a_group_may_leave_until_the_settle_after_the_next():
+    run, _ = executor()
+    store, groups = run.open(1 << 14), [Group() for _ in range(2)]
+    for group in groups:
+        group.add(torch.randn(8))
+        run.send(group, store)
+        run.settle()
+    assert [g.state for g in groups] == [State.HOST, State.LEAVING]
