@@ -34,6 +34,8 @@ class _Copy:
     destination: Tensor
     source: Tensor
     time: int
+    written: Range
+    read: Range
     torn: bool = False
 
 
@@ -44,14 +46,17 @@ class _Queue:
     items: Deque[Tuple[int, Union[_Copy, SimulatedEvent]]] = field(default_factory=deque)
 
 
-def _range(tensor: Tensor) -> Tuple[int, int]:
+Range = Tuple[int, int]
+
+
+def _range(tensor: Tensor) -> Range:
     """Addresses [begin, end) of a flat byte tensor."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel()
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a0, a1), (b0, b1) = _range(a), _range(b)
-    return a0 < b1 and b0 < a1
+def _overlap(a: Range, b: Range) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
 
 
 class SimulatedStreams:
@@ -59,8 +64,8 @@ class SimulatedStreams:
 
     def __init__(self) -> None:
         self._queues = {stream: _Queue() for stream in Stream}
-        self._landings: List[Tuple[Tensor, int]] = []
-        self._written: List[Tuple[Tensor, int]] = []
+        self._landings: Dict[int, int] = {}
+        self._written: List[Tuple[Range, int]] = []
         self.torn_copies = 0
 
     def record(self, stream: Stream) -> SimulatedEvent:
@@ -84,7 +89,7 @@ class SimulatedStreams:
         queue = self._queues[stream]
         queue.time += 1
         queue.clock[stream] = queue.time
-        copy = _Copy(destination, source, queue.time)
+        copy = _Copy(destination, source, queue.time, _range(destination), _range(source))
         if stream is Stream.OUT:
             self._check_out(copy, queue.clock)
         else:
@@ -96,14 +101,14 @@ class SimulatedStreams:
         compute.time += 1
         compute.clock[Stream.COMPUTE] = compute.time
         memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8, device=device)
-        self._landings.append((memory, compute.time))
+        self._landings[memory.data_ptr()] = compute.time
         return memory
 
     def release(self, tensor: Tensor) -> None:
         """A copy out of ``tensor`` that compute has not waited for reads whatever comes next into this memory."""
-        known = self._queues[Stream.COMPUTE].clock[Stream.OUT]
+        known, released = self._queues[Stream.COMPUTE].clock[Stream.OUT], _range(tensor)
         for _, item in self._queues[Stream.OUT].items:
-            if isinstance(item, _Copy) and item.time > known and _overlap(item.source, tensor):
+            if isinstance(item, _Copy) and item.time > known and _overlap(item.read, released):
                 item.torn = True
 
     def stall_ms(self) -> float:
@@ -118,19 +123,16 @@ class SimulatedStreams:
         if clock[Stream.COMPUTE] < self._queues[Stream.COMPUTE].time:
             copy.torn = True  # may run before the source has been produced
         for _, item in self._queues[Stream.IN].items:
-            if isinstance(item, _Copy) and item.time > clock[Stream.IN] and _overlap(item.source, copy.destination):
+            if isinstance(item, _Copy) and item.time > clock[Stream.IN] and _overlap(item.read, copy.written):
                 item.torn = True  # may read the slot after this copy has overwritten it
-        self._written = [(slot, time) for slot, time in self._written if not _overlap(slot, copy.destination)]
-        self._written.append((copy.destination, copy.time))
+        self._written = [(slot, time) for slot, time in self._written if not _overlap(slot, copy.written)]
+        self._written.append((copy.written, copy.time))
 
     def _check_in(self, copy: _Copy, clock: Clock) -> None:
-        for index, (memory, time) in enumerate(self._landings):
-            if memory.data_ptr() == copy.destination.data_ptr():
-                if clock[Stream.COMPUTE] < time:
-                    copy.torn = True  # what compute still does to the memory's last owner may land on top of it
-                del self._landings[index]
-                break
-        if any(time > clock[Stream.OUT] and _overlap(slot, copy.source) for slot, time in self._written):
+        allocated = self._landings.pop(copy.written[0], 0)
+        if clock[Stream.COMPUTE] < allocated:
+            copy.torn = True  # what compute still does to the memory's last owner may land on top of it
+        if any(time > clock[Stream.OUT] and _overlap(slot, copy.read) for slot, time in self._written):
             copy.torn = True  # may read the slot before the copy out has filled it
 
     def _run(self, stream: Stream, until: Optional[int]) -> None:

@@ -3,7 +3,7 @@
     forward   x leaves; per tile qkv -> rows of q, k, v; attention; o leaves; per tile out -> rows of y
     backward  x and o come (sent for a layer ahead); per tile the out segment's gradient: rows of do and dx;
               per tile q, k, v rebuilt, those tiles' graphs kept; attention's gradient: dq, dk, dv;
-              per tile the qkv segment's gradient, added to dx
+              per tile the qkv segment's gradient, with dx as the residual's
 
 The layer is two Functions, not one, so that the gradient of the layer's output is free before attention's backward pass needs its memory,
 and so that data parallelism can reduce the out segment's gradients while attention is still running. All state between them is a
@@ -67,15 +67,18 @@ def _forward_attention(state: LayerPass) -> None:
         rows = x if grid.whole(tile.start, tile.stop) else x[tile.start : tile.stop]
         recorded = None
         if state.records(tile):
-            recorded, qkv = _record_tile(state, tile.action, [rows], {"x": x}, lambda r: segments.qkv(r, call, grid, tile.start, tile.stop))
-            qkv = [compact(tensor) for tensor in qkv]
+            recorded, outputs = _record_tile(
+                state, tile.action, [rows], {"x": x}, lambda r: _with_residual(segments.qkv(r, call, grid, tile.start, tile.stop), r)
+            )
+            qkv = compact(outputs[:3])
+            outputs = None
             recorded.handles = [recorded.group.add(tensor) for tensor in qkv]
             state.dispatch(recorded)
         else:
             qkv = [tensor.detach() for tensor in segments.qkv(rows, call, grid, tile.start, tile.stop)]
         state.qkv_tiles.append(recorded)
         full = _into_full(full, qkv, grid, tile.start, tile.stop)
-    full = [compact(tensor) for tensor in full]
+    full = compact(full)
     if state.record:
         known = dict(zip("qkv", full))
         recorded, (o,) = _record_tile(state, state.io_action, full, known, lambda q, k, v: segments.attention(q, k, v, call))
@@ -88,6 +91,15 @@ def _forward_attention(state: LayerPass) -> None:
     else:
         o = segments.attention(*full, call)
     state.names.tensors["o"] = o.detach()
+
+
+def _with_residual(qkv: Sequence[Tensor], x: Tensor) -> List[Tensor]:
+    """q, k, v and x itself, as the residual path takes it.
+
+    The residual's gradient then meets the norm's where it does in stock Megatron: first, and one addition at a time. A norm of several
+    operations sums its own parts in another order otherwise, and the last bit of dx with it.
+    """
+    return [*qkv, x.view_as(x)]
 
 
 def _into_full(full: Optional[List[Tensor]], rows: Sequence[Tensor], grid: Grid, start: int, stop: int) -> List[Tensor]:
@@ -219,16 +231,18 @@ def _backward_attention(state: LayerPass) -> Tuple[Tensor, List[Optional[Tensor]
     dx, state.dx = state.dx, None
     for tile in reversed(state.tiles):
         recorded = tiles.pop()
+        whole = grid.whole(tile.start, tile.stop)
         d_rows = [grid.take(tensor, tile.start, tile.stop) for tensor in d_full]
+        d_rows.append(dx if whole else dx[tile.start : tile.stop])
         dx_rows, *of_parameters = grad(recorded.outputs, [*recorded.inputs, *parameters], d_rows, allow_unused=True)
         d_rows = None
         state.finish(recorded)
         recorded = None
         sums.add(of_parameters)
-        if grid.whole(tile.start, tile.stop):
-            dx = dx + dx_rows
+        if whole:
+            dx = dx_rows
         else:
-            dx[tile.start : tile.stop] += dx_rows
+            dx[tile.start : tile.stop] = dx_rows
         dx_rows = of_parameters = None
     state.end_backward()
     return dx, sums.finish(segments.fused(parameters))
@@ -249,9 +263,9 @@ def _rebuild_qkv(state: LayerPass) -> List[Recorded]:
             x_rows = x if grid.whole(tile.start, tile.stop) else x[tile.start : tile.stop]
             x_rows = x_rows.detach().requires_grad_()
             with torch.enable_grad():
-                outputs = segments.qkv(x_rows, call, grid, tile.start, tile.stop)
+                outputs = _with_residual(segments.qkv(x_rows, call, grid, tile.start, tile.stop), x_rows)
             recorded = Recorded(None, Action.RECOMPUTE, [get_gradient_edge(x_rows)], [get_gradient_edge(t) for t in outputs])
-            rows = [compact(tensor.detach()) for tensor in outputs]
+            rows = compact([tensor.detach() for tensor in outputs[:3]])
             x_rows = outputs = None
         graphs.append(recorded)
         full = _into_full(full, rows, grid, tile.start, tile.stop)

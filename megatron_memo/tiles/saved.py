@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, NamedTuple
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +50,15 @@ def anchor(data: Tensor) -> Tensor:
         return _Anchor.apply(_TOKEN, data)
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """``tensor`` in a storage that holds nothing else, copied only where it has to be."""
-    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous():
-        return tensor
-    return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+def compact(tensors: Sequence[Tensor]) -> List[Tensor]:
+    """``tensors`` in storages that hold nothing else, copied only where they have to be.
+
+    Views that together fill their storages (q, k and v of one projection) stay: attention then sees the strides that it sees in stock Megatron.
+    """
+    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    if sum(storages.values()) == sum(tensor.numel() * tensor.element_size() for tensor in tensors):
+        return list(tensors)
+    return [t if t.untyped_storage().nbytes() == t.numel() * t.element_size() else t.clone(memory_format=torch.contiguous_format) for t in tensors]
 
 
 def saving_into(

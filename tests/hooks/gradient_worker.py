@@ -14,11 +14,9 @@ import warnings
 warnings.filterwarnings("ignore")
 import torch
 
-from megatron_memo import cpu
-
-cpu.install()
-
 import torch.distributed as dist
+
+from megatron_memo import cpu
 
 WORLD = int(os.environ["WORLD_SIZE"])
 SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS = 32, 64, 32, 8, 3
@@ -35,7 +33,8 @@ def stand_in_for_the_fused_kernel() -> None:
     sys.modules[module.__name__] = module
 
 
-stand_in_for_the_fused_kernel()
+stand_in_for_the_fused_kernel()  # Megatron looks for it when it is imported
+cpu.install()
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -133,7 +132,9 @@ def compare(case: Case, dtype: torch.dtype, check: bool) -> dict:
     with torch.no_grad():
         stock_evaluation = model(ids, positions, None, labels=ids)
     after = gradients(model.train(), case)[1]
-    relative = {name: ((memo[name] - g).abs().max() / g.abs().max().clamp_min(1e-30)).item() for name, g in stock.items()}
+    # Softmax ignores a bias of k: such a gradient is rounding and nothing else, so no parameter's is taken for smaller than this.
+    floor = 1e-4 * max(g.abs().max().item() for g in stock.values())
+    relative = {name: ((memo[name] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for name, g in stock.items()}
     worst = max(relative, key=relative.get)
     bound = torch.tensor([relative[worst]], dtype=torch.float64)
     dist.all_reduce(bound, dist.ReduceOp.MAX)
