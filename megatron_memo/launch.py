@@ -10,10 +10,10 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 from . import __version__, flags
-from .errors import ConfigError
+from .errors import ConfigError, MemoError
 
 # A process that was not started by torchrun is a world of its own.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -36,6 +36,19 @@ def prepare(argv: Sequence[str]) -> Optional[Any]:
     from .runtime import install_argument_hook
 
     return install_argument_hook(config)
+
+
+def prepare_or_exit(argv: Sequence[str]) -> Optional[Any]:
+    """:func:`prepare` for scripts: what is wrong with flags or Megatron ends the program with its message alone."""
+    return run_or_exit(lambda: prepare(argv))
+
+
+def run_or_exit(function: Callable[[], Any]) -> Any:
+    """``function()``; an error that we raise on purpose ends the program with its message and exit status 1, without a traceback."""
+    try:
+        return function()
+    except MemoError as error:
+        raise SystemExit(f"megatron_memo: {type(error).__name__}: {error}") from None
 
 
 def put_first(script: Path) -> None:
@@ -108,16 +121,13 @@ def main(argv: Optional[List[str]] = None) -> None:
     if not script.is_file():
         raise SystemExit(f"megatron_memo.launch: {argv[0]} is not a file. Name the pretrain_gpt.py of a Megatron-LM checkout.")
     put_first(script)
-    try:
-        root = megatron_root()
-        build_helpers(root)
-        prepare(argv[1:])
-    except ConfigError as error:
-        raise SystemExit(f"megatron_memo.launch: {error}") from error
+    root = run_or_exit(megatron_root)
+    run_or_exit(lambda: build_helpers(root))
+    prepare_or_exit(argv[1:])
     if int(os.environ.get("RANK", "0")) == 0:
         print(start_line(root), flush=True)
     sys.argv = [str(script), *argv[1:]]
-    runpy.run_path(str(script), run_name="__main__")
+    run_or_exit(lambda: runpy.run_path(str(script), run_name="__main__"))
 
 
 if __name__ == "__main__":

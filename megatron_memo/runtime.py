@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Set
 
 from . import flags
 from .config import MemoConfig
@@ -22,6 +22,7 @@ class Runtime:
     def __init__(self, config: MemoConfig) -> None:
         self.config = config
         self.session: Any = None
+        self._said: Set[str] = set()
         self._installations: List[Any] = []
 
     # Hooks
@@ -54,9 +55,7 @@ class Runtime:
         if self.config.cpu:
             from . import cpu
 
-            changed = cpu.prepare_args(args)
-            if args.rank == 0 and changed:
-                print(f"--memo-cpu: set {', '.join(changed)}", flush=True)
+            self._say(args.rank, f"--memo-cpu: set {', '.join(cpu.prepare_args(args))}")
         if self.config.enabled:
             from .hooks import allowlist
 
@@ -65,6 +64,12 @@ class Runtime:
                 from .report.writer import make_directory
 
                 make_directory(self.config.report_dir)
+
+    def _say(self, rank: int, line: str) -> None:
+        """Prints ``line`` once, on rank 0: Megatron parses its command line more than once."""
+        if rank == 0 and line not in self._said:
+            self._said.add(line)
+            print(line, flush=True)
 
     def ready(self, chunks: Any) -> None:
         """The model stands, with its weights loaded."""

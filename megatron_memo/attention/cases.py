@@ -72,10 +72,13 @@ def make_inputs(case: Case, marks: Sequence[int]) -> Tuple[Tensor, Tensor, Tenso
     # exp(boost) * marks = s: marked keys together weigh about what the others do.
     boost = math.log(max(case.seq / len(marks), 2.0))
     length = math.sqrt(boost / abs(case.scale))
-    # One direction a group: a head that reads another group's keys does not find the marks.
+    # One direction a group: a head that reads another group's keys does not find the marks. The rest of q has no part in it, and marked keys
+    # have half of the others' rest, so that marks weigh nearly alike and none can be missed unseen.
     direction = torch.randn((case.groups, case.head_dim), generator=generator, dtype=torch.float64, device=case.device)
-    direction *= length / direction.norm(dim=-1, keepdim=True)
-    q.mul_(spread).add_(direction.repeat_interleave(case.heads // case.groups, dim=0).to(case.dtype) * math.copysign(1.0, case.scale))
+    direction /= direction.norm(dim=-1, keepdim=True)
+    of_heads = direction.repeat_interleave(case.heads // case.groups, dim=0).to(case.dtype)
+    q.addcmul_(torch.einsum("sbhd,hd->sbh", q, of_heads)[..., None], of_heads, value=-1.0)
+    q.mul_(spread).add_(of_heads * math.copysign(length, case.scale))
     k.mul_(spread)
-    k[list(marks)] += direction.to(case.dtype)
+    k[list(marks)] = k[list(marks)] * 0.5 + direction.to(case.dtype) * length
     return q, k, v, generator

@@ -91,9 +91,9 @@ def tolerance_of(dtype: torch.dtype, device: torch.device) -> Tolerance:
     """
     epsilon = torch.finfo(dtype).eps
     if dtype in (torch.float16, torch.bfloat16):
-        return Tolerance(2 * epsilon, 8 * epsilon)
+        return Tolerance(4 * epsilon, 12 * epsilon)
     if dtype == torch.float32 and device.type == "cuda":
-        return Tolerance(2 * 2.0**-10, 8 * 2.0**-10)
+        return Tolerance(4 * 2.0**-10, 12 * 2.0**-10)
     return Tolerance(64 * epsilon, 256 * epsilon)
 
 

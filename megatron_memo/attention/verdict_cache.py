@@ -75,7 +75,7 @@ def _read(path: Path, quiet: bool = False) -> Dict[str, Dict[str, Any]]:
         if stored["format"] != _FORMAT:
             return {}
         return {str(key): dict(record) for key, record in stored["entries"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if not quiet:

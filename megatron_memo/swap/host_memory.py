@@ -6,15 +6,19 @@ the ranks of a node share it. What is below the limit is taken piece by piece, a
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..errors import HostMemoryError
 
 GIB = 1 << 30
+_MIB = 1 << 20
 # Left to the rest of a rank: loaders, Python, checkpoints in flight.
 _RESERVE_SHARE = 0.05
+# Version 1 writes "no limit" as the largest number of whole pages.
+_UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,15 @@ class HostLimits:
         limit_bytes: the tightest control-group limit of this process, less what is used under it; None where there is none.
         limit_source: the file that says so.
         available_bytes: /proc/meminfo's MemAvailable, a hint only.
+        total_bytes: /proc/meminfo's MemTotal, a hint only.
+        slurm_bytes: what Slurm granted the job on this node, or None. For messages: where Slurm enforces it, it does so by control groups.
     """
 
     limit_bytes: Optional[int]
     limit_source: str
     available_bytes: int
+    total_bytes: int = 0
+    slurm_bytes: Optional[int] = None
 
 
 @dataclass(frozen=True)
@@ -41,63 +49,131 @@ class Budget:
     local_ranks: int
 
 
-def _read_int(path: Path) -> Optional[int]:
+class HostMemoryRanOut(HostMemoryError):
+    """Memory ran out while it was being taken. ``there_bytes``: about how much this rank could have had."""
+
+    def __init__(self, message: str, there_bytes: int) -> None:
+        super().__init__(message)
+        self.there_bytes = there_bytes
+
+
+class _Version(NamedTuple):
+    """The files of one version of control groups. ``cache``: fields of memory.stat that the kernel gives up under pressure."""
+
+    mount: str
+    limits: Tuple[str, ...]
+    used: str
+    cache: Tuple[str, ...]
+
+
+# memory.high does not kill, but a process above it is slowed down until it is below, and pinned memory never is.
+_V2 = _Version("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+_V1 = _Version("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+
+
+def _lines(path: Path) -> List[str]:
     try:
-        text = path.read_text().strip()
+        return path.read_text().splitlines()
     except OSError:
-        return None
+        return []
+
+
+def _read_int(path: Path) -> Optional[int]:
+    """The number in a file; None where there is no such file or it holds a word ("max")."""
+    text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
-def _cache_bytes(stat: Path, key: str) -> int:
-    """File cache of a control group that the kernel gives up under pressure."""
-    try:
-        fields = dict(line.split() for line in stat.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(fields.get(key, 0))
+def _fields(path: Path) -> Mapping[str, int]:
+    """The ``name value`` lines of a file."""
+    pairs = (line.replace(":", " ").split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
 
 
-def _groups(root: Path) -> Iterator[tuple]:
-    """(limit bytes, used bytes, file) of every control group that holds this process, ancestors included."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    paths = {line.split(":", 2)[1]: line.split(":", 2)[2].lstrip("/") for line in lines if line.count(":") >= 2}
-    for controllers, base, limit, used, cache in (
-        ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        path = next((p for names, p in paths.items() if controllers in names.split(",")), None)
-        if path is None:
+def _own_groups(root: Path) -> Iterator[Tuple[_Version, str]]:
+    """The control groups of this process that can limit memory: version and path."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers == "":
+            yield _V2, path
+        elif "memory" in controllers.split(","):
+            yield _V1, path
+
+
+def _mount(root: Path, version: _Version, path: str) -> Tuple[Path, str]:
+    """Where a version's groups are mounted, and the group that is at the top of it.
+
+    In a container the mount's top is often the container's own group, while ``path`` still is the host's path of it.
+    """
+    found = root / version.mount, "/"
+    longest = -1
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        places, kinds = before.split(), after.split()
+        if len(places) < 5 or len(kinds) < 3:
             continue
-        top = root / base
-        # Inside a container the path of the host may not exist: what is mounted at the top is the container's own group.
-        folder = top / path if (top / path).is_dir() else top
+        fits = kinds[0] == "cgroup2" if version is _V2 else kinds[0] == "cgroup" and "memory" in kinds[2].split(",")
+        top = places[3]
+        if fits and (path + "/").startswith(top.rstrip("/") + "/") and len(top) > longest:
+            found, longest = (root / places[4].lstrip("/"), top), len(top)
+    return found
+
+
+def _limits(root: Path) -> Iterator[Tuple[int, str]]:
+    """(bytes left, file that sets the limit) of every limited control group that holds this process, ancestors included."""
+    for version, path in _own_groups(root):
+        top, top_path = _mount(root, version, path)
+        inside = path[len(top_path.rstrip("/")) :].lstrip("/")
+        # A path that is not there belongs to another namespace: what is mounted at the top is then the process's own group.
+        folder = top / inside if (top / inside).is_dir() else top
         while True:
-            limit_bytes, used_bytes = _read_int(folder / limit), _read_int(folder / used)
-            if limit_bytes is not None and limit_bytes < 1 << 60:
-                yield limit_bytes, max(0, (used_bytes or 0) - _cache_bytes(folder / "memory.stat", cache)), str(folder / limit)
+            statistics = _fields(folder / "memory.stat")
+            cache_bytes = sum(statistics.get(name, 0) for name in version.cache)
+            used_bytes = max(0, (_read_int(folder / version.used) or 0) - cache_bytes)
+            for name in version.limits:
+                limit_bytes = _read_int(folder / name)
+                if limit_bytes is not None and limit_bytes < _UNLIMITED_BYTES:
+                    yield max(0, limit_bytes - used_bytes), str(folder / name)
             if folder == top:
                 break
             folder = folder.parent
 
 
+def _slurm_bytes(environ: Mapping[str, str]) -> Optional[int]:
+    """Slurm counts in MiB, and writes 0 for the whole node."""
+
+    def number(name: str) -> int:
+        text = environ.get(name, "")
+        return int(text) if text.isdigit() else 0
+
+    size_mib = number("SLURM_MEM_PER_NODE") or number("SLURM_MEM_PER_CPU") * number("SLURM_CPUS_ON_NODE")
+    return size_mib * _MIB or None
+
+
 def available_bytes(root: str = "/") -> int:
     """/proc/meminfo's MemAvailable in bytes; 0 where it is not there."""
-    try:
-        lines = (Path(root) / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+    return _fields(Path(root) / "proc/meminfo").get("MemAvailable", 0) * 1024
 
 
-def read_limits(root: str = "/") -> HostLimits:
-    """The limits of this process; ``root`` stands for / in tests."""
-    groups = [(limit - used, source) for limit, used, source in _groups(Path(root))]
-    left, source = min(groups, default=(None, "no control-group limit"))
-    return HostLimits(None if left is None else max(0, left), source, available_bytes(root))
+def free_bytes(root: str = "/") -> int:
+    """What can be taken at this moment without the kernel killing anyone: MemAvailable, or less where a control group allows less. In bytes."""
+    return min([available_bytes(root), *(left for left, _ in _limits(Path(root)))])
+
+
+def local_ranks() -> int:
+    """Ranks on this node that share its memory (torchrun's LOCAL_WORLD_SIZE), at least 1."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+def read_limits(root: str = "/", environ: Optional[Mapping[str, str]] = None) -> HostLimits:
+    """The limits of this process. ``root`` stands for / and ``environ`` for the environment in tests.
+
+    The limit counts what is in use now: read it on every rank before any rank takes its memory.
+    """
+    left, source = min(_limits(Path(root)), default=(None, "no control-group limit"))
+    total_bytes = _fields(Path(root) / "proc/meminfo").get("MemTotal", 0) * 1024
+    return HostLimits(left, source, available_bytes(root), total_bytes, _slurm_bytes(os.environ if environ is None else environ))
 
 
 def budget_bytes(limits: HostLimits, local_ranks: int, asked_gib: Optional[float] = None) -> Budget:
@@ -105,19 +181,25 @@ def budget_bytes(limits: HostLimits, local_ranks: int, asked_gib: Optional[float
     share = None if limits.limit_bytes is None else int(limits.limit_bytes * (1 - _RESERVE_SHARE)) // max(1, local_ranks)
     if asked_gib is not None and (share is None or asked_gib * GIB <= share):
         return Budget(int(asked_gib * GIB), "--memo-host-gib", local_ranks)
-    return Budget(share, limits.limit_source, local_ranks)
+    source = limits.limit_source
+    if asked_gib is not None:
+        source += f", below --memo-host-gib {asked_gib:g}"
+    if limits.slurm_bytes is not None:
+        source += f"; Slurm granted {limits.slurm_bytes / GIB:.3f} GiB on this node"
+    return Budget(share, source, local_ranks)
 
 
 def shortage_error(needed_bytes: int, budget: Budget, fits_alpha: Optional[float]) -> HostMemoryError:
     """The error for a policy that needs more than there is. ``fits_alpha``: the largest --memo-alpha that would fit, or None."""
-    there = (budget.size_bytes or 0) / GIB
+    there = "an unknown amount" if budget.size_bytes is None else f"{budget.size_bytes / GIB:.3f} GiB"
     advice = (
         f"--memo-alpha {fits_alpha:g} fits."
         if fits_alpha is not None
         else "No --memo-alpha fits: layer inputs and attention outputs alone need more. Keep more layers on the GPU (--memo-keep-layers), shorten the sequence, "
         "or use more ranks."
     )
+    where = "Or raise it." if budget.source.startswith("--memo-host-gib") else "Or raise the limit of the job or container."
     return HostMemoryError(
-        f"swapped activations need {needed_bytes / GIB:.3f} GiB of host memory on each of {budget.local_ranks} local ranks; there are {there:.3f} GiB "
-        f"a rank ({budget.source}). {advice}"
+        f"swapped activations need {needed_bytes / GIB:.3f} GiB of host memory on each of {budget.local_ranks} local ranks; there are {there} "
+        f"a rank ({budget.source}). {advice} {where}"
     )

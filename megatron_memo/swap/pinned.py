@@ -1,32 +1,38 @@
 """One piece of host memory, taken once and pinned once.
 
 PyTorch's pinned allocator rounds up to powers of two, and a plain first touch by one thread takes most of a minute for 100 GiB. Here:
-an anonymous mapping with huge pages, bound to the GPU's NUMA node, touched by several threads and registered in one call.
+an anonymous mapping with huge pages, near the GPU, touched by several threads and registered in one call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import resource
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Callable, Optional
+from contextlib import nullcontext
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
 from ..errors import HostMemoryError
-from . import host_memory
+from . import host_memory, numa
+from .host_memory import GIB, HostMemoryRanOut
 
-GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 30
 _RESERVE_BYTES = 1 << 30
 _PATIENCE_S = 10.0
+_POLL_S = 0.05
+# Less growth than this is the noise of other processes.
+_GROWTH_BYTES = 16 << 20
+_MAX_THREADS = 16
+_MAP_NORESERVE = 0x4000
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 10, 14, 23
-_MPOL_PREFERRED, _SYS_MBIND = 1, {"x86_64": 237, "aarch64": 235}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,21 +41,31 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+
+
 class PinnedBuffer:
-    """``size_bytes`` of host memory as a flat byte tensor.
+    """``size_bytes`` of host memory as a flat byte tensor. A context manager that closes at its end.
 
     Args:
         size_bytes: may be 0.
         pin: register it with CUDA, so that copies run beside computation.
-        device_index: the GPU whose NUMA node the memory goes to.
+        device_index: the GPU whose NUMA node the memory goes to; None is the current one.
         available_bytes: what is free now; asked between chunks, so that the kernel never has to kill the process.
         cudart: CUDA's runtime, for tests.
+        patience_s: how long to wait for memory that does not grow.
+        threads: how many touch the memory; None takes the processors of this process.
+        local_ranks: ranks that take memory at the same time; None asks the environment.
 
     Attributes:
-        tensor: uint8 [size_bytes], valid until :meth:`close`.
+        tensor: uint8 [size_bytes], valid until :meth:`close`. Without a call of it the memory lives as long as the buffer or any view of the tensor.
+        numa_node: the node that the memory was asked from, or None.
+        phase_s: seconds that each of "map", "touch" and "register" took.
 
     Raises:
-        HostMemoryError: not enough memory, or CUDA refuses to register it. Nothing stays allocated.
+        HostMemoryError: the memory cannot be mapped, or CUDA refuses to register it. Nothing stays allocated.
+        HostMemoryRanOut: there is not enough of it. Nothing stays allocated.
     """
 
     def __init__(
@@ -57,113 +73,161 @@ class PinnedBuffer:
         size_bytes: int,
         pin: bool,
         device_index: Optional[int] = None,
-        available_bytes: Callable[[], int] = host_memory.available_bytes,
+        available_bytes: Callable[[], int] = host_memory.free_bytes,
         cudart: Any = None,
         patience_s: float = _PATIENCE_S,
+        threads: Optional[int] = None,
+        local_ranks: Optional[int] = None,
     ) -> None:
+        if size_bytes < 0:
+            raise ValueError(f"size_bytes: expected 0 or more bytes, found {size_bytes}")
         self.size_bytes = size_bytes
-        self._address: Optional[int] = None
-        self._registered = False
-        self._cudart = cudart
         self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.numa_node: Optional[int] = None
+        self.phase_s: Dict[str, float] = {"map": 0.0, "touch": 0.0, "register": 0.0}
+        self._release: Optional[Callable[[], Any]] = None
         if size_bytes == 0:
             return
-        self._mapped_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        self._address = _map(self._mapped_bytes)
+        started = time.perf_counter()
+        region = _Region(size_bytes)
         try:
-            _bind(self._address, self._mapped_bytes, _numa_node(device_index) if pin else None)
-            self._touch(available_bytes, patience_s)
+            node = _gpu_node(device_index) if pin and cudart is None else None
+            self.numa_node = node if numa.prefer(region.address, region.size_bytes, node) else None
+            mapped = time.perf_counter()
+            ranks = host_memory.local_ranks() if local_ranks is None else local_ranks
+            _touch(region, threads or _processors(), lambda taken, chunk: _wait_for_memory(size_bytes, taken, chunk, ranks, available_bytes, patience_s))
+            touched = time.perf_counter()
             if pin:
-                self._register()
-            memory = (ctypes.c_uint8 * size_bytes).from_address(self._address)
-            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+                region.register(cudart, device_index)
+            self.phase_s = {"map": mapped - started, "touch": touched - mapped, "register": time.perf_counter() - touched}
+            memory = (ctypes.c_uint8 * size_bytes).from_address(region.address)
+            # The tensor and its views hold ``memory``, so the pages cannot go before the last of them does.
+            finalizer = weakref.finalize(memory, region.release)
         except BaseException:
-            self.close()
+            region.release()
             raise
+        finalizer.atexit = False  # the kernel takes everything back by itself, when no copy runs any more
+        self._release = finalizer
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Unregisters and unmaps. The tensor must not be used any more. Calling it twice does nothing."""
+        """Unregisters and unmaps, after the device's copies are over. Views of the tensor must not be used any more. Calling it twice does nothing."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        if self._registered:
-            self._cudart.cudaHostUnregister(self._address)
-            self._registered = False
-        if self._address is not None:
-            _libc.munmap(self._address, self._mapped_bytes)
-            self._address = None
+        if self._release is not None:
+            self._release()
 
-    def _touch(self, available_bytes: Callable[[], int], patience_s: float) -> None:
-        threads = min(16, os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads) as pool:
-            for start in range(0, self._mapped_bytes, _CHUNK_BYTES):
-                stop = min(start + _CHUNK_BYTES, self._mapped_bytes)
-                self._wait_for_memory(start, stop - start, available_bytes, patience_s)
-                share = -(-(stop - start) // threads // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES or _HUGE_PAGE_BYTES
-                pieces = [(self._address + begin, min(share, stop - begin)) for begin in range(start, stop, share)]
-                list(pool.map(lambda piece: _populate(*piece), pieces))
+    def __enter__(self) -> "PinnedBuffer":
+        return self
 
-    def _wait_for_memory(self, taken_bytes: int, next_bytes: int, available_bytes: Callable[[], int], patience_s: float) -> None:
-        """Memory of a virtual machine may grow while it is used: no sign of that for a while means there is no more."""
-        deadline, best = time.monotonic() + patience_s, available_bytes()
-        while (now := available_bytes()) < next_bytes + min(_RESERVE_BYTES, next_bytes):
-            if now > best:
-                deadline, best = time.monotonic() + patience_s, now
-            if time.monotonic() > deadline:
-                raise HostMemoryError(
-                    f"host memory ran out: {self.size_bytes / GIB:.3f} GiB are needed for swapped activations, {taken_bytes / GIB:.3f} GiB were taken, "
-                    f"{now / GIB:.3f} GiB are free now and did not grow for {patience_s:g} s. Lower --memo-alpha, keep more layers on the GPU "
-                    "(--memo-keep-layers), or use a machine with more host memory."
-                )
-            time.sleep(0.05)
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
 
-    def _register(self) -> None:
+
+class _Region:
+    """Whole huge pages of anonymous memory that a forked child does not have."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = _round_up(size_bytes)
+        self._pid = os.getpid()
+        self._cudart: Any = None
+        self._device_index: Optional[int] = None
+        # One page more than needed, to start at a huge page's boundary: it is never touched.
+        self._mapped_bytes = self.size_bytes + _HUGE_PAGE_BYTES
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._base = _libc.mmap(None, self._mapped_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if self._base is None or self._base == ctypes.c_void_p(-1).value:
+            self._base = None
+            raise HostMemoryError(
+                f"{size_bytes / GIB:.3f} GiB of host address space cannot be mapped: {os.strerror(ctypes.get_errno())}. "
+                "Look at ulimit -v and vm.overcommit_memory, or lower --memo-alpha."
+            )
+        self.address = _round_up(self._base)
+        _libc.madvise(self._base, self._mapped_bytes, _MADV_HUGEPAGE)  # refused by kernels without huge pages: slower, not wrong
+        # Loader workers and asynchronous checkpoints fork. A child that shares the pages makes the parent's next write move to a new page,
+        # while the device keeps writing to the old one.
+        if _libc.madvise(self._base, self._mapped_bytes, _MADV_DONTFORK) != 0:
+            message = os.strerror(ctypes.get_errno())
+            self.release()
+            raise HostMemoryError(f"host memory for swapped activations cannot be kept from forked processes: madvise(MADV_DONTFORK): {message}.")
+
+    def register(self, cudart: Any, device_index: Optional[int]) -> None:
         """In one call: CUDA refuses a copy that touches two registered ranges (cudaErrorInvalidValue), so parts side by side will not do."""
-        if self._cudart is None:
-            self._cudart = torch.cuda.cudart()
-        code = int(self._cudart.cudaHostRegister(self._address, self._mapped_bytes, 0))
-        if code != 0:
+        current = torch.cuda.device(device_index) if cudart is None and device_index is not None else nullcontext()
+        cudart = torch.cuda.cudart() if cudart is None else cudart
+        with current:
+            code = cudart.cudaHostRegister(self.address, self.size_bytes, 0)
+        if int(code) != 0:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.3f} GiB"
             raise HostMemoryError(
-                f"CUDA could not pin {self.size_bytes / GIB:.3f} GiB of host memory (cudaHostRegister: error {code}; locked memory allowed by "
-                f"ulimit -l: {allowed}). Raise the limit or lower --memo-alpha."
+                f"CUDA could not pin {self.size_bytes / GIB:.3f} GiB of host memory (cudaHostRegister: error {int(code)}, "
+                f"{cudart.cudaGetErrorString(code)}; locked memory allowed by ulimit -l: {allowed}). Raise the limit or lower --memo-alpha."
             )
-        self._registered = True
+        self._cudart, self._device_index = cudart, device_index
+
+    def release(self) -> None:
+        """Unregisters, then unmaps. A forked child has no such memory: what is at its addresses there is not ours."""
+        if self._base is None or os.getpid() != self._pid:
+            return
+        if self._cudart is not None:
+            if torch.cuda.is_initialized():
+                try:
+                    torch.cuda.synchronize(self._device_index)
+                except RuntimeError:
+                    pass  # a device that has failed copies nothing any more
+            self._cudart.cudaHostUnregister(self.address)
+            self._cudart = None
+        _libc.munmap(self._base, self._mapped_bytes)
+        self._base = None
 
 
-def _map(size_bytes: int) -> int:
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        raise HostMemoryError(
-            f"{size_bytes / GIB:.3f} GiB of host address space cannot be mapped: {os.strerror(ctypes.get_errno())}. Look at ulimit -v and lower --memo-alpha."
-        )
-    _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
-    # Loader workers and asynchronous checkpoints fork; a child must neither share nor copy this.
-    _libc.madvise(address, size_bytes, _MADV_DONTFORK)
-    return address
+def _processors() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _gpu_node(device_index: Optional[int]) -> Optional[int]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device_index is None else device_index)
+    return numa.node_of(numa.pci_address(properties))
+
+
+def _touch(region: _Region, threads: int, before: Callable[[int, int], None]) -> None:
+    """Gives every page of the region memory, chunk by chunk. ``before(bytes taken, bytes of the next chunk)`` may raise."""
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, region.size_bytes, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, region.size_bytes)
+            before(start, stop - start)
+            share = _round_up(-(-(stop - start) // threads))
+            pieces = [(region.address + begin, min(share, stop - begin)) for begin in range(start, stop, share)]
+            list(pool.map(lambda piece: _populate(*piece), pieces))
 
 
 def _populate(address: int, size_bytes: int) -> None:
-    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) != 0:  # an older kernel
-        ctypes.memset(address, 0, size_bytes)
-
-
-def _numa_node(device_index: Optional[int]) -> Optional[int]:
-    """The NUMA node of a GPU, or None where there is only one or it is not known."""
-    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
-        return None
-    try:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device() if device_index is None else device_index)
-        name = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
-    except (OSError, ValueError, AttributeError):
-        return None
-    return node if node >= 0 else None
-
-
-def _bind(address: int, size_bytes: int, node: Optional[int]) -> None:
-    number = _SYS_MBIND.get(os.uname().machine)
-    if node is None or number is None:
+    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
         return
-    mask = (ctypes.c_ulong * 16)()
-    mask[node // 64] = 1 << node % 64
-    _libc.syscall(number, ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _MPOL_PREFERRED, mask, ctypes.c_ulong(1024), 0)
+    code = ctypes.get_errno()
+    if code != errno.EINVAL:
+        # Touching the pages now would end the process with a signal instead.
+        raise HostMemoryError(f"the kernel gave no {size_bytes / GIB:.3f} GiB of host memory: {os.strerror(code)}. Lower --memo-alpha.")
+    ctypes.memset(address, 0, size_bytes)  # a kernel before 5.14
+
+
+def _wait_for_memory(
+    size_bytes: int, taken_bytes: int, chunk_bytes: int, ranks: int, available_bytes: Callable[[], int], patience_s: float
+) -> None:
+    """Returns when the next chunk of every rank fits. Memory of a virtual machine may grow while it is used: no sign of that for a while means
+    there is no more. Raises HostMemoryRanOut."""
+    reserve_bytes = min(_RESERVE_BYTES, chunk_bytes)
+    best = now = available_bytes()
+    deadline = time.monotonic() + patience_s
+    while now < ranks * chunk_bytes + reserve_bytes:
+        if now >= best + _GROWTH_BYTES:
+            best, deadline = now, time.monotonic() + patience_s
+        if time.monotonic() > deadline:
+            raise HostMemoryRanOut(
+                f"host memory ran out: {size_bytes / GIB:.3f} GiB are needed for swapped activations on each of {ranks} local ranks, "
+                f"{taken_bytes / GIB:.3f} GiB were taken by this one, {now / GIB:.3f} GiB are free now for all and did not grow for {patience_s:g} s. "
+                "Lower --memo-alpha, keep more layers on the GPU (--memo-keep-layers), or use a machine with more host memory.",
+                there_bytes=taken_bytes + max(0, now - reserve_bytes) // ranks,
+            )
+        time.sleep(_POLL_S)
+        now = available_bytes()
