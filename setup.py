@@ -13,7 +13,6 @@ setup(
     version=VERSION,
     description="Trains very long sequences in Megatron-LM by swapping and recomputing activations token by token",
     packages=find_packages(include=["megatron_memo", "megatron_memo.*"]),
-    package_data={"megatron_memo": ["**/*.cpp", "**/*.json"]},
     python_requires=">=3.10",
     install_requires=["megatron-core>=0.17", "numpy", "psutil"],
 )

@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# The version of an importable torch, or nothing. It is not imported, which takes seconds.
 TORCH_OF='import importlib.metadata as m, importlib.util as u; print(m.version("torch") if u.find_spec("torch") else "")'
 
 say() { printf 'install.sh: %s\n' "$*"; }
@@ -68,13 +69,19 @@ PYTHON
     say "--no-install: $python has everything (torch $("$python" -c "$TORCH_OF"))"
 }
 
-need_compiler() { # A checkout of Megatron-LM has its dataset helpers built at the first launch.
-    command -v g++ >/dev/null && return
+need_compiler() { # need_compiler PYTHON: a checkout of Megatron-LM has its dataset helpers built at the first launch.
+    local headers missing=()
+    headers=$("$1" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
+    command -v g++ >/dev/null || missing+=(g++)
+    [ -f "$headers" ] || missing+=("$("$1" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')")
+    [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing g++"
-        (apt-get install -y -qq g++ || { apt-get update -qq && apt-get install -y -qq g++; }) >/dev/null || say "g++ could not be installed"
+        say "apt-get install ${missing[*]}"
+        if apt-get install -y -qq "${missing[@]}" >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq "${missing[@]}"; } >/dev/null 2>&1; then
+            return 0
+        fi
     fi
-    command -v g++ >/dev/null || say "no g++: launching a Megatron-LM checkout will need it (apt-get install g++)"
+    say "launching a Megatron-LM checkout will need ${missing[*]}, which could not be installed here (apt-get install ${missing[*]})"
 }
 
 install() {
@@ -100,15 +107,18 @@ install() {
         key="$(sha256sum constraints.txt setup.py | sha256sum | cut -d' ' -f1) $(.venv/bin/python --version) $PWD"
     fi
     rm -f "$stamp"
+    need_compiler .venv/bin/python
     torch=$(.venv/bin/python -c "$TORCH_OF")
     if [ -n "$torch" ]; then
         say "torch $torch stays as it is"
-        { grep -vE '^(torch|numpy|setuptools)==' constraints.txt && printf 'torch==%s\n' "$torch"; } >.venv/requirements.txt
+        # That torch may need another numpy than ours.
+        { grep -vE '^(torch|numpy)==' constraints.txt && printf 'torch==%s\nnumpy\n' "$torch"; } >.venv/requirements.txt
     else
         cp constraints.txt .venv/requirements.txt
     fi
-    say "installing $(grep -cE '^[a-z]' .venv/requirements.txt) packages and what they need (torch with CUDA is 2.5 GB; a minute or more)"
-    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -r .venv/requirements.txt 2>&1 | grep -E --line-buffered '^(Collecting|Installing|ERROR|Successfully)' | cut -c1-160
+    say "installing $(grep -cE '^[a-z]' .venv/requirements.txt) packages and what they need (a new torch is 2.5 GB: a minute or more)"
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -r .venv/requirements.txt 2>&1 |
+        sed -un -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^ *\(Downloading .*\)/  \1/p' -e 's/^\(Installing collected packages\).*/  \1/p' -e '/^ERROR/p'
     .venv/bin/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
     echo "$key" >"$stamp"
     say "done in $((SECONDS - begin)) s: torch $(.venv/bin/python -c "$TORCH_OF"), .venv/bin/python"
@@ -116,9 +126,6 @@ install() {
 
 case "${1:-}" in
     --no-install) check_current ;;
-    '')
-        need_compiler
-        install
-        ;;
+    '') install ;;
     *) fail "unknown argument $1. Usage: bash scripts/install.sh [--no-install]" ;;
 esac

@@ -9,6 +9,8 @@ bash scripts/install.sh "$@"
 PYTHON=$PWD/.venv/bin/python
 [ "${1:-}" != --no-install ] || PYTHON=$(command -v python || command -v python3)
 export PYTHONPATH=$PWD PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1
+# Threads that wait for each other on a busy machine would take longer than this model does on one.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 CORPUS=corpus/python
 RUNS=runs/quickstart
@@ -45,6 +47,13 @@ case $("$PYTHON" -c 'import importlib.util as u, torch; print("cpu" if not torch
         ;;
 esac
 
+# What is shown of a run's output while it goes.
+SHOWN=(
+    -e 's/^.*iteration *\([0-9]*\)\/ *\([0-9]*\) |.*(ms): \([0-9.]*\) |.* lm loss: \([^ ]*\) .*/  step \1 of \2: loss \4, \3 ms/p'
+    -e 's/^ *\(validation loss at .*\) | lm loss value: \([^ ]*\) .*/  \1: \2/p'
+    -e '/^--memo/p' -e '/^megatron_memo/p'
+)
+
 train() { # train NAME [FLAGS]: one run; its whole output goes to $RUNS/NAME.log
     local name=$1
     shift
@@ -53,7 +62,7 @@ train() { # train NAME [FLAGS]: one run; its whole output goes to $RUNS/NAME.log
     MASTER_PORT=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
     export MASTER_PORT
     if ! MEMO_LIVE_BYTES=$RUNS/$name.bytes.json "$PYTHON" -u pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${DEVICE[@]}" "$@" 2>&1 |
-        tee $RUNS/"$name".log | { grep -E --line-buffered 'iteration +[0-9]+/|validation loss|memo|Error' || true; } | cut -c1-150; then
+        tee $RUNS/"$name".log | sed -un "${SHOWN[@]}"; then
         tail -n 20 $RUNS/"$name".log >&2
         echo "quickstart.sh: the $name run failed: see $RUNS/$name.log" >&2
         exit 1

@@ -123,9 +123,8 @@ def _limits(root: Path) -> Iterator[Tuple[int, str]]:
     """(bytes left, file that sets the limit) of every limited control group that holds this process, ancestors included."""
     for version, path in _own_groups(root):
         top, top_path = _mount(root, version, path)
-        inside = path[len(top_path.rstrip("/")) :].lstrip("/")
-        # A path that is not there belongs to another namespace: what is mounted at the top is then the process's own group.
-        folder = top / inside if (top / inside).is_dir() else top
+        # A path that is not there belongs to another namespace. Going up from it ends at what is mounted at the top, the process's own group.
+        folder = top / path[len(top_path.rstrip("/")) :].lstrip("/")
         while True:
             statistics = _fields(folder / "memory.stat")
             cache_bytes = sum(statistics.get(name, 0) for name in version.cache)
