@@ -265,7 +265,9 @@ def _rebuild_qkv(state: LayerPass) -> List[Recorded]:
             with torch.enable_grad():
                 outputs = _with_residual(segments.qkv(x_rows, call, grid, tile.start, tile.stop), x_rows)
             recorded = Recorded(None, Action.RECOMPUTE, [get_gradient_edge(x_rows)], [get_gradient_edge(t) for t in outputs])
-            rows = compact([tensor.detach() for tensor in outputs[:3]])
+            rows = [tensor.detach() for tensor in outputs[:3]]
+            if grid.whole(tile.start, tile.stop):
+                rows = compact(rows)
             x_rows = outputs = None
         graphs.append(recorded)
         full = _into_full(full, rows, grid, tile.start, tile.stop)

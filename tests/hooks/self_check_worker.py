@@ -90,7 +90,7 @@ def change_forward(change: str) -> None:
 
 def originals():
     names = ((SelfAttention, "forward"), (SelfAttention, "get_query_key_value_tensors"), (TransformerLayer, "_forward_attention"), (TransformerLayer, "forward"))
-    return [(owner, name, owner.__dict__[name]) for owner, name in names] + [
+    return [(owner, name, vars(owner).get(name)) for owner, name in names] + [
         (upstream_attention, "apply_rotary_pos_emb", upstream_attention.apply_rotary_pos_emb)
     ]
 
@@ -128,7 +128,10 @@ def main(changes) -> None:
             message = str(error)
         finally:
             for owner, name, value in saved:
-                setattr(owner, name, value)
+                if value is None:
+                    vars(owner).get(name) is not None and delattr(owner, name)  # inherited
+                else:
+                    setattr(owner, name, value)
         tracker = get_cuda_rng_tracker().get_states()
         same = torch.equal(state[0], torch.get_rng_state()) and all(torch.equal(s, tracker[name]) for name, s in state[1].items())
         same &= all(bool((p.main_grad == index).all()) and p.grad is None and not p.grad_added_to_main_grad for index, p in enumerate(layer.parameters()))
