@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 from .allowlist_rules import NO_MEMO, Refusal, Refused, gated, irrelevant, merged, refused
 
-_PLAIN = "Use plain data parallelism."
+_PLAIN = "Leave it out: plain data parallelism is supported."
 _UNPACKED = "Train on samples of one sequence each, all of one length."
 _ONE_STAGE = "Use tensor and data parallelism."
 _OURS = "Leave it out: --memo decides what is kept, swapped and recomputed (--memo-alpha, --memo-keep, --memo-keep-layers)."
@@ -95,6 +95,7 @@ ARGUMENT_RULES: Dict[str, Refused] = {
     "hybrid_override_pattern": refused("--hybrid-override-pattern", _DENSE_GPT, None),
     "kitchen_recipe_number": refused("--kitchen-recipe-number", "Train in bf16, fp16 or fp32.", None),
     "freeze_all_layers": refused("--freeze-all-layers", NO_MEMO),
+    "use_legacy_models": refused("--use-legacy-models", "Use Megatron-Core models, or train without --memo."),
     "yaml_cfg": refused("--yaml-cfg", "Give the settings as flags.", None),
     # parallelism
     "use_torch_fsdp2": refused("--use-torch-fsdp2", _PLAIN),

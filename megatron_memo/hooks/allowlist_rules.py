@@ -71,7 +71,8 @@ def same(value: Any, other: Any) -> bool:
 def refused(flag: str, advice: str, *values: Any) -> Refused:
     """A rule that allows only ``values``, or False and None when none are given."""
     allowed = values or (False, None)
-    return Refused(flag, advice, " or ".join(f"{value}" for value in (values or (False,))), lambda value, owner: any(same(value, v) for v in allowed))
+    named = [value for value in values or (False,) if value not in ("", (), [])]
+    return Refused(flag, advice, " or ".join(map(str, named)), lambda value, owner: any(same(value, v) for v in allowed))
 
 
 def irrelevant(reason: str, names: str, gate: str = "") -> Dict[str, Irrelevant]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..config import MemoConfig
 from ..policy.tiles import LayerPolicy
 from ..swap.executor import Executor
-from ..swap.host_memory import budget_bytes, read_limits, shortage_error
+from ..swap.host_memory import Budget, HostMemoryRanOut, budget_bytes, local_ranks, read_limits, shortage_error
 from ..swap.pinned import PinnedBuffer
 from ..swap.simulator import SimulatedStreams
 from ..swap.slab import HostSlab
@@ -163,11 +162,14 @@ def attach(
 
 
 def _host_buffer(needed_bytes: int, config: MemoConfig, measured: Sequence[Measured], x: Tensor) -> PinnedBuffer:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    budget = budget_bytes(read_limits(), ranks, config.host_gib)
-    if budget.size_bytes is not None and needed_bytes > budget.size_bytes:
-        raise shortage_error(needed_bytes, budget, _alpha_that_fits(budget.size_bytes, measured, config))
-    return PinnedBuffer(needed_bytes, pin=x.is_cuda, device_index=x.device.index if x.is_cuda else None)
+    """Exactly the host memory that the passes need, or an error that says which alpha would fit."""
+    budget = budget_bytes(read_limits(), local_ranks(), config.host_gib)
+    if budget.size_bytes is None or needed_bytes <= budget.size_bytes:
+        try:
+            return PinnedBuffer(needed_bytes, pin=x.is_cuda, device_index=x.device.index if x.is_cuda else None)
+        except HostMemoryRanOut as error:
+            budget = Budget(error.there_bytes, f"taken until memory ran out: {error}", local_ranks())
+    raise shortage_error(needed_bytes, budget, _alpha_that_fits(budget.size_bytes, measured, config))
 
 
 def _alpha_that_fits(budget_bytes_: int, measured: Sequence[Measured], config: MemoConfig) -> Optional[float]:

@@ -218,6 +218,29 @@ def live_bytes():
     return sum(storages.values())
 
 
+def test_the_sequence_of_allocations_copies_and_waits_is_the_same_at_every_step():
+    stack = Stack(LayerPolicy(0.4, 0.2, 3), resident=1, limit=4 * ROWS * BATCH * HIDDEN * 8)
+    x, w = inputs()
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, name):
+            def call(*args):
+                calls.append((name, *(a.numel() if isinstance(a, torch.Tensor) else a for a in args if not hasattr(a, "clock"))))
+                return getattr(stack.streams, name)(*args)
+
+            return call
+
+    stack.executor._streams = Recorder()
+    sequences = []
+    for _ in range(3):
+        calls.clear()
+        stack.gradients(stack.memo, x, w)
+        sequences.append(list(calls))
+    assert sequences[1] == sequences[2]  # in the first step no slot has a reader yet
+    assert {"landing", "copy", "wait", "release"} <= {name for name, *_ in sequences[1]}
+
+
 def test_memory_after_fifty_steps_equals_memory_after_two():
     stack = Stack(LayerPolicy(0.4, 0.2, 3), resident=1)
     x, w = inputs()
