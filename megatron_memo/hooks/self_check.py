@@ -44,8 +44,8 @@ def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] 
     Collective over the tensor-parallel group.
 
     Raises:
-        SelfCheckError: naming the tensor that differs most, by how much, and how much is allowed. With one tile nothing may differ that does
-            not differ between two stock runs.
+        SelfCheckError: naming the tensor that differs most, by how much, and how much is allowed. With one tile nothing may differ on a
+            CPU, and hardly anything on a GPU.
     """
     generator = torch.Generator().manual_seed(20)
     x = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
@@ -61,8 +61,8 @@ def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] 
         for name, policy in (("one tile", _ONE_TILE), ("four tiles, mixed", _MIXED)):
             distances = _distances(stock, _run_tiled(layer, x, dy, call, policy, attend))
             allowed = {
-                name_: 4 * again[name_] if policy is _ONE_TILE else max(_tolerance(x, tensor), 8 * rounding[name_], 4 * again[name_])
-                for name_, tensor in stock.items()
+                tensor: _allowed_for_one_tile(x, again, tensor) if policy is _ONE_TILE else max(_tolerance(x, found_), 8 * rounding[tensor], 4 * again[tensor])
+                for tensor, found_ in stock.items()
             }
             worst = max(stock, key=lambda tensor: _excess(distances[tensor], allowed[tensor]))
             if not distances[worst] <= allowed[worst]:
@@ -116,6 +116,13 @@ def _distances(stock: Dict[str, Tensor], other: Dict[str, Tensor]) -> Dict[str, 
         distance = (other[name].double() - expected.double()).norm().item() / (scale if scale > 0 else 1.0)
         found[name] = distance if distance == distance else float("inf")
     return found
+
+
+def _allowed_for_one_tile(x: Tensor, again: Dict[str, float], tensor: str) -> float:
+    """Nothing, where stock repeats itself to the bit on a CPU. On a GPU kernels may be chosen by strides and sum in no fixed order."""
+    if any(again.values()):
+        return max(_TOLERANCE[x.dtype], 4 * again[tensor])
+    return 2 * torch.finfo(x.dtype).eps if x.is_cuda else 0.0
 
 
 def _tolerance(x: Tensor, tensor: Tensor) -> float:
