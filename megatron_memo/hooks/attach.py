@@ -164,6 +164,8 @@ def attach(
 def _host_buffer(needed_bytes: int, config: MemoConfig, measured: Sequence[Measured], x: Tensor) -> PinnedBuffer:
     """Exactly the host memory that the passes need, or an error that says which alpha would fit."""
     budget = budget_bytes(read_limits(), local_ranks(), config.host_gib)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # ranks share what the node has left: all read it before any takes some
     if budget.size_bytes is None or needed_bytes <= budget.size_bytes:
         try:
             return PinnedBuffer(needed_bytes, pin=x.is_cuda, device_index=x.device.index if x.is_cuda else None)
