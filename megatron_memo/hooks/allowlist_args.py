@@ -19,7 +19,8 @@ _DENSE_GPT = "Use GPT layers of one kind, or train without --memo."
 _REFUSED: Dict[str, Refused] = {
     "use_distributed_optimizer": refused("--use-distributed-optimizer", _PLAIN),
     "use_layer_wise_distributed_optimizer": refused("--use-distributed-optimizer", _PLAIN),
-    "optimizer": Refused("--optimizer", "Set --optimizer muon: dist_muon is a distributed optimizer.", "any but dist_muon", lambda v, _: v != "dist_muon"),
+    "optimizer": Refused(
+        "--optimizer", "Set --optimizer muon: dist_muon is a distributed optimizer.", "any but dist_muon", lambda value, owner: value != "dist_muon"),
     "overlap_grad_reduce": refused("--overlap-grad-reduce", _PLAIN),
     "overlap_param_gather": refused("--overlap-param-gather", _PLAIN),
     "overlap_param_gather_with_optimizer_step": refused("--overlap-param-gather-with-optimizer-step", _PLAIN),
@@ -61,7 +62,8 @@ OPTIMIZER_RULES = merged(
         gated("nccl_ub", "disable_symmetric_registration"),
         gated(
             "use_megatron_fsdp",
-            "data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache fsdp_double_buffer "
+            "data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache "
+            "fsdp_double_buffer "
             "fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy fsdp_manual_registration "
             "megatron_fsdp_version megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
             "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode megatron_fsdp_enable_fine_grained_param_gather "

@@ -88,21 +88,24 @@ _GATED = merged(
               "num_layers_at_end_in_bf16"),
         gated("fp4", "fp4_recipe fp4_quantizer_factory"),
         gated("use_kitchen_attention", "kitchen_attention_backend"),
-        gated("tp_comm_overlap", "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag "
-              "tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"),
+        gated("tp_comm_overlap", "tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
+              "tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 "
+              "tp_comm_bootstrap_backend"),
         gated("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
         gated("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"),
         gated("gtp_weight_remat_size", "gtp_remat_opt_in_modules"),
         gated("enable_mhc_connections", "mhc_num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor mhc_recompute_layer_num"),
         gated("heterogeneous_block_specs", "per_block_parameters"),
         gated("multi_latent_attention", "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent "
-              "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim cache_mla_latents mla_down_proj_fusion"),
+              "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim cache_mla_latents "
+              "mla_down_proj_fusion"),
         gated(
             "num_moe_experts",
             "expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size moe_grad_scale_func "
             "use_fused_weighted_squared_relu use_grouped_gemm_for_shared_expert moe_shared_expert_intermediate_size moe_shared_expert_gate "
             "moe_shared_expert_overlap moe_shared_expert_glu_interleave_size moe_layer_freq moe_ffn_hidden_size moe_router_load_balancing_type "
-            "moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8 "
+            "moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices moe_router_padding_for_quantization "
+            "moe_router_padding_for_fp8 "
             "moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function "
             "moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_quantile_balancing_ema "
             "moe_router_force_load_balancing moe_router_force_biased moe_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias "
@@ -141,7 +144,7 @@ _REFUSED: Dict[str, Refused] = {
     "pipeline_model_parallel_size": refused("--pipeline-model-parallel-size", "Set --pipeline-model-parallel-size 1 and use tensor parallelism.", 1),
     "virtual_pipeline_model_parallel_size": refused("--num-layers-per-virtual-pipeline-stage", _ONE_STAGE, None),
     "pipeline_model_parallel_layout": refused("--pipeline-model-parallel-layout", _ONE_STAGE, None),
-    "context_parallel_size": refused("--context-parallel-size", "Set --context-parallel-size 1 and use tensor parallelism with --sequence-parallel.", 1),
+    "context_parallel_size": refused("--context-parallel-size", "Set --context-parallel-size 1; use tensor parallelism with --sequence-parallel.", 1),
     "hybrid_context_parallel": refused("--hybrid-context-parallel", NO_MEMO),
     "expert_model_parallel_size": refused("--expert-model-parallel-size", _DENSE, 1),
     "tensor_parallel_num_weight_shards": Refused(

@@ -289,7 +289,7 @@ def test_a_function_replaced_by_somebody_else_is_not_trampled(tree):
 
 
 def test_importing_the_hooks_package_imports_no_megatron():
-    code = "import sys, megatron_memo.hooks, megatron_memo.hooks.seams, megatron_memo.hooks.allowlist; print('megatron' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, megatron_memo.hooks.seams, megatron_memo.hooks.allowlist; print('megatron' in sys.modules, 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
 
@@ -300,9 +300,10 @@ def test_the_installed_megatrons_layer_can_be_hooked_and_restored():
 
     assert (seams.megatron_root() / "megatron" / "core" / "__init__.py").is_file()
     assert seams.megatron_version().split(".")[0].isdigit()
+    target = "megatron.core.transformer.transformer_layer:TransformerLayer.forward"
     # checkpoint is re-exported by tensor_parallel/__init__.py: a real alias.
     hooks = [
-        Hook("megatron.core.transformer.transformer_layer:TransformerLayer.forward", marked, "the test wants it", ("self", "hidden_states", "attention_mask")),
+        Hook(target, marked, "the test wants it", ("self", "hidden_states", "attention_mask")),
         Hook("megatron.core.tensor_parallel.random:checkpoint", marked, "the test wants it", ("function", "distribute_saved_activations")),
     ]
     before, checkpoint = vars(layer.TransformerLayer)["forward"], tensor_parallel.checkpoint
@@ -312,4 +313,4 @@ def test_the_installed_megatrons_layer_can_be_hooked_and_restored():
     installation.uninstall()
     assert vars(layer.TransformerLayer)["forward"] is before and tensor_parallel.checkpoint is checkpoint
     with pytest.raises(SeamError, match=seams.megatron_version().replace(".", r"\.")):
-        install([Hook("megatron.core.transformer.transformer_layer:TransformerLayer.forward", marked, "the test wants it", ("self", "inputs"))])
+        install([Hook(target, marked, "the test wants it", ("self", "inputs"))])
