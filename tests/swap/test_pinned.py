@@ -95,7 +95,8 @@ def test_every_page_has_memory_and_close_returns_it(monkeypatch, advice, threads
     PinnedBuffer(MIB, pin=False, threads=threads).close()  # the threads' own memory
     before = resident_bytes()
     buffer = PinnedBuffer(90 * MIB, pin=False, threads=threads)
-    assert 90 * MIB <= resident_bytes() - before < 100 * MIB
+    # The kernel counts resident pages by thread and adds them up late, up to 64 pages a thread.
+    assert 84 * MIB <= resident_bytes() - before < 100 * MIB
     address = buffer.tensor.data_ptr()
     buffer.close()
     assert not is_mapped(address) and resident_bytes() - before < 8 * MIB
