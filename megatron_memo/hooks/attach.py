@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from ..config import MemoConfig
+from ..errors import UnsupportedError
 from ..policy.tiles import LayerPolicy
 from ..swap.executor import Executor
 from ..swap.host_memory import Budget, HostMemoryRanOut, budget_bytes, local_ranks, read_limits, shortage_error
@@ -50,7 +51,7 @@ class Session:
         self._buffer, self._slab = buffer, slab
         self._steps: List[Dict[str, Any]] = []
         for layer, tile in zip(self.layers, tiled):
-            layer.forward = _forward_of(layer, tile)
+            layer.forward = _TiledForward(layer, tile)
 
     def detach(self) -> None:
         """Megatron's own layers again; the host memory is returned. Calling it twice does nothing."""
@@ -83,12 +84,21 @@ class Session:
         }
 
 
-def _forward_of(layer: Any, tile: TiledLayer) -> Callable[..., Tuple[Tensor, None]]:
-    def forward(*args: Any, **kwargs: Any) -> Tuple[Tensor, None]:
-        x, call = read_call(layer, args, kwargs)
-        return run(tile, x, call), None
+class _TiledForward:
+    """Stands as a layer's ``forward``. It belongs to that one layer: a copy of the model would otherwise run the original's parameters."""
 
-    return forward
+    def __init__(self, layer: Any, tile: TiledLayer) -> None:
+        self._layer, self._tile = layer, tile
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tuple[Tensor, None]:
+        x, call = read_call(self._layer, args, kwargs)
+        return run(self._tile, x, call), None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "--memo: a model with tiled layers cannot be copied or pickled: the copy's layers would run the original's parameters. "
+            "Detach first (Session.detach(), or uninstall() of what enable() returned)."
+        )
 
 
 def policy_of(config: MemoConfig, index: int, count: int) -> LayerPolicy:

@@ -1,6 +1,9 @@
 """Which alpha fits, and layers' policies."""
 
 
+import copy
+import pickle
+
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -9,7 +12,7 @@ pytest.importorskip("megatron_memo.hooks.attach", reason="megatron.core cannot b
 import torch
 
 from megatron_memo.config import MemoConfig
-from megatron_memo.errors import HostMemoryError
+from megatron_memo.errors import HostMemoryError, UnsupportedError
 from megatron_memo.hooks import attach
 from megatron_memo.swap import host_memory
 
@@ -51,3 +54,9 @@ def test_memory_that_runs_out_while_it_is_taken_names_the_alpha_too(monkeypatch)
 def test_the_last_layers_are_resident(keep_layers, resident):
     config = MemoConfig(keep_layers=keep_layers)
     assert [index for index in range(4) if attach.policy_of(config, index, 4).resident] == resident
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_a_tiled_layer_is_refused_and_does_not_run_the_originals_parameters(duplicate):
+    with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+        duplicate(attach._TiledForward(object(), object()))
