@@ -6,6 +6,7 @@ import argparse
 from typing import Any, Sequence
 
 from .config import ATTENTION_CHOICES, MemoConfig
+from .errors import ConfigError
 
 # Flag destinations and the MemoConfig field that each one fills.
 _FIELDS = {
@@ -55,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def config_from_args(args: Any) -> MemoConfig:
     """The MemoConfig of a parsed namespace. Missing attributes mean their defaults. Raises ConfigError."""
-    return MemoConfig(**{field: getattr(args, dest) for dest, field in _FIELDS.items() if hasattr(args, dest)})
+    config = MemoConfig(**{field: getattr(args, dest) for dest, field in _FIELDS.items() if hasattr(args, dest)})
+    plain = MemoConfig(enabled=config.enabled, cpu=config.cpu)
+    if not config.enabled and config != plain:
+        given = [f"--{dest.replace('_', '-')}" for dest, field in _FIELDS.items() if getattr(config, field) != getattr(plain, field)]
+        raise ConfigError(f"{', '.join(given)} without --memo: stock Megatron would train. Add --memo, or leave {'it' if len(given) == 1 else 'them'} out.")
+    return config
 
 
 def peek(argv: Sequence[str]) -> MemoConfig:

@@ -27,7 +27,7 @@ def prepare(argv: Sequence[str]) -> Optional[Any]:
     config = flags.peek(argv)
     if not (config.enabled or config.cpu):
         return None
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} & set(os.environ):
         os.environ.update({name: value for name, value in _ALONE.items() if name not in os.environ})
     if config.cpu:
         from . import cpu

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from typing import Any, List, Optional, Set
 
 from . import flags
@@ -23,6 +25,7 @@ class Runtime:
         self.config = config
         self.session: Any = None
         self._said: Set[str] = set()
+        self._parsed = self._saw_model = False
         self._installations: List[Any] = []
 
     # Hooks
@@ -48,6 +51,11 @@ class Runtime:
         self._installations.clear()
         _INSTALLED = None
 
+    def warn_if_unused(self) -> None:
+        """At exit: a job that asked for --memo and trained stock must not look like any other."""
+        if self._parsed and not self._saw_model and self._installations and not hasattr(sys, "last_value"):
+            _unused(os.environ.get("RANK", "0"))
+
     # Events of the training loop
 
     def parsed(self, args: Any) -> None:
@@ -64,6 +72,7 @@ class Runtime:
                 from .report.writer import make_directory
 
                 make_directory(self.config.report_dir)
+        self._parsed = True
 
     def _say(self, rank: int, line: str) -> None:
         """Prints ``line`` once, on rank 0: Megatron parses its command line more than once."""
@@ -77,7 +86,10 @@ class Runtime:
 
         from .hooks import allowlist, attach, capture, start, training
 
+        self._saw_model = True
         args = training.megatron_args()
+        if self.session is not None:
+            raise UnsupportedError("--memo: a second model was set up in this process; it tiles one. Set the other one up before enabling, or train without --memo.")
         if len(chunks) != 1:
             raise UnsupportedError(f"--memo: found {len(chunks)} model chunks on a rank, expected 1. Leave out --num-layers-per-virtual-pipeline-stage.")
         model = capture.unwrapped(chunks[0])
@@ -106,6 +118,15 @@ class Runtime:
             write_report(self.config.report_dir, int(os.environ.get("RANK", "0")), self.session.report())
 
 
+def _unused(rank: str) -> None:
+    if rank == "0":
+        print(
+            "megatron_memo: --memo was given, but no model was set up through megatron.training's setup_model_and_optimizer, so nothing was tiled. "
+            "With a training loop of your own call megatron_memo.hooks.attach.attach().",
+            file=sys.stderr,
+        )
+
+
 def install_argument_hook(config: MemoConfig) -> Runtime:
     """For launchers: hooks that parse the flags themselves and install the rest of what ``config`` asks for. Megatron must be importable."""
     return _start(config, parse=True)
@@ -117,7 +138,11 @@ def enable(args: Any) -> Optional[Runtime]:
     if not (config.enabled or config.cpu):
         return None
     runtime = _start(config, parse=False)
-    runtime.parsed(args)
+    try:
+        runtime.parsed(args)
+    except BaseException:
+        runtime.uninstall()
+        raise
     return runtime
 
 
@@ -128,4 +153,6 @@ def _start(config: MemoConfig, parse: bool) -> Runtime:
     runtime = Runtime(config)
     runtime.install(parse)
     _INSTALLED = runtime
+    if config.enabled:
+        atexit.register(runtime.warn_if_unused)
     return runtime

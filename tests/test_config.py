@@ -51,3 +51,9 @@ def test_values_out_of_range_are_refused_by_flag(values, message):
 def test_the_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         MemoConfig().alpha = 1.0
+
+
+@pytest.mark.parametrize("line, named", [("--memo-alpha 0.5 --memo-tiles 4", "--memo-alpha, --memo-tiles"), ("--memo-cpu --memo-report out", "--memo-report")])
+def test_flags_that_would_do_nothing_without_memo_are_refused(line, named):
+    with pytest.raises(ConfigError, match=f"^{named} without --memo: stock Megatron would train"):
+        flags.peek(line.split())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Optional, Tuple
 
+from ..policy.tiles import LayerPolicy
 from .allowlist_rules import NO_MEMO, Refusal, Refused, gated, irrelevant, merged, refused
 
 _PLAIN = "Leave it out: plain data parallelism is supported."
@@ -132,9 +133,15 @@ def _attention_mask(args: Any) -> Optional[Refusal]:
     )
 
 
+def _is_one_tile(args: Any) -> bool:
+    """Whether a layer of this job is a single tile: fractions between 0 and 1 make more of them than --memo-tiles says."""
+    policy = LayerPolicy(getattr(args, "memo_alpha", 0.5), getattr(args, "memo_keep", 0.0), getattr(args, "memo_tiles", 2))
+    return len(policy.cut(getattr(args, "seq_length", None) or 1 << 20)) == 1
+
+
 def _sums_of_tiles(args: Any) -> Optional[Refusal]:
     """Fused kernels add a tile's weight gradient to main_grad. In 16 bits each tile rounds once more: 3 times the error with 16 tiles."""
-    if not getattr(args, "gradient_accumulation_fusion", False) or getattr(args, "memo_tiles", 2) == 1:
+    if not getattr(args, "gradient_accumulation_fusion", False) or _is_one_tile(args):
         return None
     fp16 = getattr(args, "fp16", False) and not getattr(args, "accumulate_allreduce_grads_in_fp32", False)
     bf16 = getattr(args, "bf16", False) and getattr(args, "grad_reduce_in_bf16", False)

@@ -58,7 +58,9 @@ class Session:
         for layer in self.layers:
             layer.__dict__.pop("forward", None)
         self.layers, self.tiled = [], []
-        self._buffer.close()
+        if self._slab.used_bytes == 0:
+            self._buffer.close()
+        # Else forward passes wait for their backward passes: their blocks hold the memory, and it goes with the last of them.
 
     def end_step(self, **facts: Any) -> None:
         """Call after each training step. ``facts`` (such as iteration, loss, time_ms) go into the report's list of steps."""
@@ -146,9 +148,16 @@ def attach(
     Raises:
         HostMemoryError: what the policy swaps does not fit the host memory of this rank. Nothing has been replaced.
     """
+    taken = [layer for layer in layers if "forward" in layer.__dict__]
+    if taken:
+        raise UnsupportedError(
+            f"--memo: {len(taken)} of {len(layers)} layers have a forward of their own already (tiled by an earlier attach(), or patched by somebody else); "
+            "it would be dropped. Detach or undo that first."
+        )
     streams = streams if streams is not None else CudaStreams(x.device) if x.is_cuda else SimulatedStreams()
     min_bytes = _CUDA_MIN_BYTES if x.is_cuda else 1
-    limit = _LEAVING_LIMIT_INPUTS * x.numel() * x.element_size() if config.tiles > 1 else None
+    several = len(policy_of(config, 0, len(layers)).cut(x.shape[0])) > 1
+    limit = _LEAVING_LIMIT_INPUTS * x.numel() * x.element_size() if several else None
     chain = Chain()
     tiled: List[TiledLayer] = []
     measured: List[Measured] = []

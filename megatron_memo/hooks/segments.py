@@ -51,6 +51,10 @@ def read_call(layer: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[
     rope, mask = bound.get("rotary_pos_emb"), bound.get("attention_mask")
     if rope is not None and not isinstance(rope, tuple):
         rope = (rope, rope)
+    if rope is not None and any(part is None or part.requires_grad for part in rope):
+        raise UnsupportedError(
+            "--memo: expected rotary frequencies for both q and k that need no gradient; found a part that is None or is trained. Train without --memo."
+        )
     shared = [tensor for tensor in (mask, *(rope or ())) if tensor is not None]
     return bound["hidden_states"], LayerCall(mask, rope, frozenset(storage_key(tensor) for tensor in shared))
 
@@ -92,11 +96,27 @@ class MegatronSegments:
         # first one runs first forward and last backward, and would drop what all others have added.
         for module in self._transformer_engine:
             module.is_first_microbatch = False
+        self._refuse_hooks()
         # Taken anew for every pass: data parallelism moves parameters into its own buffers.
         tensors: List[Tensor] = [*self._layer.buffers()]
         for parameter in self._layer.parameters():
             tensors += [parameter, *(t for t in (parameter.grad, getattr(parameter, "main_grad", None)) if isinstance(t, Tensor))]
         self._untouched = frozenset(storage_key(tensor) for tensor in tensors)
+
+    def _refuse_hooks(self) -> None:
+        """Raises UnsupportedError for hooks that tiles would run at the wrong time, too often, or never."""
+        attention = self._layer.self_attention
+        if attention._forward_hooks or attention._forward_pre_hooks or attention._backward_hooks or attention._backward_pre_hooks:
+            raise UnsupportedError(
+                f"--memo: layer {self._layer.layer_number}'s self_attention has module hooks. Tiled layers call its parts, not the module, so they would "
+                "never run. Put them on the layer, its norms, linear_qkv, linear_proj or mlp, or train without --memo."
+            )
+        hooked = [name for name, parameter in self._layer.named_parameters() if parameter._backward_hooks]
+        if hooked:
+            raise UnsupportedError(
+                f"--memo: {', '.join(hooked)} of layer {self._layer.layer_number} have gradient hooks (Tensor.register_hook). They would run once for each "
+                "tile and again on the sum. Use register_post_accumulate_grad_hook, or train without --memo."
+            )
 
     def untouched(self, call: LayerCall) -> FrozenSet[int]:
         return self._untouched | call.shared
@@ -121,6 +141,11 @@ class MegatronSegments:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         if self._attend is not None:
+            if call.attention_mask is not None:
+                raise UnsupportedError(
+                    "--memo-attention: the layers are given an attention mask, and this backend knows only its own causal one. Set "
+                    "--no-create-attention-mask-in-dataloader where the mask is causal, else take --memo-attention host."
+                )
             return self._attend(q, k, v)
         attention = self._layer.self_attention
         return attention.core_attention(

@@ -33,8 +33,11 @@ _MIXED = LayerPolicy(alpha=0.4, keep=0.3, tiles=4)
 
 
 class Difference(NamedTuple):
+    """The tensor that fills most of what it may differ by: norm of the difference over stock's norm, and how much is allowed."""
+
     tensor: str
     relative: float
+    allowed: float
 
 
 def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] = None) -> List[Tuple[str, Difference]]:
@@ -71,7 +74,7 @@ def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] 
                     f"{worst} differs by {distances[worst]:.2e} (norm of the difference over stock's norm), allowed {allowed[worst]:.2e}. "
                     "Nothing has been trained. Train without --memo, and report Megatron's version and your flags."
                 )
-            found.append((name, Difference(worst, distances[worst])))
+            found.append((name, Difference(worst, distances[worst], allowed[worst])))
     return found
 
 

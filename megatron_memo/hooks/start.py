@@ -72,7 +72,7 @@ def check_layers(model: Any, args: Any, device: torch.device, attend: Optional[A
     lines = []
     for layer in capture.distinct(layers, signature):
         found = self_check(layer, x, call, attend)
-        lines.append("; ".join(f"{name}: largest difference {worst.relative:.1e} ({worst.tensor})" for name, worst in found))
+        lines.append("; ".join(f"{name}: largest difference {worst.relative:.1e} of {worst.allowed:.1e} allowed ({worst.tensor})" for name, worst in found))
     return lines
 
 

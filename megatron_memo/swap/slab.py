@@ -45,7 +45,7 @@ class Block:
         if self._used_bytes > self._size_bytes:
             raise HostMemoryError(
                 f"a layer pass sends more to the host than was measured before training: its block has {self._size_bytes} bytes, "
-                f"{self._used_bytes} are needed. Was the sequence length or the micro-batch size changed during the run?"
+                f"{self._used_bytes} are needed. Was the sequence length, the micro-batch size or the set of trained parameters changed during the run?"
             )
         begin = self._offset + start
         return self._slab.memory[begin : begin + size_bytes]

@@ -42,8 +42,8 @@ def run(layer: TiledLayer, x: Tensor, call: Any) -> Tensor:
         state.names.tensors["x"] = x_alone.detach()
         _forward_attention(state)
         return _forward_out(state)
-    token = _AttentionHalf.apply(state, x_alone, *segments.qkv_parameters)
-    return _OutHalf.apply(state, token, *segments.out_parameters)
+    token = _AttentionHalf.apply(state, x_alone, *state.qkv_parameters)
+    return _OutHalf.apply(state, token, *state.out_parameters)
 
 
 def _record_tile(state: LayerPass, action: Action, inputs: Sequence[Tensor], known: dict, segment: Any) -> Tuple[Recorded, List[Tensor]]:
@@ -136,6 +136,16 @@ def _forward_out(state: LayerPass) -> Tensor:
     return y
 
 
+def _take_state(ctx: Any) -> LayerPass:
+    """The pass of a Function whose backward pass begins. Raises RuntimeError where it cannot be right."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradients of gradients (create_graph=True) are not supported with --memo: second-order terms would be dropped")
+    state, ctx.state = ctx.state, None
+    if state is None:
+        raise RuntimeError("a layer's backward pass ran twice: --memo frees saved activations as it goes (retain_graph is not supported)")
+    return state
+
+
 class _AttentionHalf(Function):
     """x and the qkv segment's parameters to a token that stands for the attention output."""
 
@@ -148,9 +158,7 @@ class _AttentionHalf(Function):
 
     @staticmethod
     def backward(ctx: Any, *token_gradient: Tensor) -> Any:
-        state, ctx.state = ctx.state, None
-        if state is None:
-            raise RuntimeError("a layer's backward pass ran twice: --memo frees saved activations as it goes (retain_graph is not supported)")
+        state = _take_state(ctx)
         dx, gradients = _backward_attention(state)
         return (None, dx, *gradients)
 
@@ -166,9 +174,7 @@ class _OutHalf(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        state, ctx.state = ctx.state, None
-        if state is None:
-            raise RuntimeError("a layer's backward pass ran twice: --memo frees saved activations as it goes (retain_graph is not supported)")
+        state = _take_state(ctx)
         gradients = _backward_out(state, dy)
         return (None, dy.new_zeros(1), *gradients)
 
@@ -176,7 +182,7 @@ class _OutHalf(Function):
 def _backward_out(state: LayerPass, dy: Tensor) -> List[Optional[Tensor]]:
     """The out segment's backward pass. Leaves do and dx in ``state``; returns the parameters' gradients."""
     segments, grid, names = state.layer.segments, state.grid, state.names
-    parameters = segments.out_parameters
+    parameters = state.out_parameters
     sums = GradientSum(parameters, len(state.tiles))
     state.start_backward()
     x, o = names.tensors["x"], names.tensors["o"]
@@ -216,7 +222,7 @@ def _backward_out(state: LayerPass, dy: Tensor) -> List[Optional[Tensor]]:
 def _backward_attention(state: LayerPass) -> Tuple[Tensor, List[Optional[Tensor]]]:
     """The backward pass of attention and of the qkv segment: dx [s, b, h] and the parameters' gradients."""
     segments, grid, names = state.layer.segments, state.grid, state.names
-    parameters = segments.qkv_parameters
+    parameters = state.qkv_parameters
     sums = GradientSum(parameters, len(state.tiles))
     tiles = _rebuild_qkv(state)
     state.send_for_previous()

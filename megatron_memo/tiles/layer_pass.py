@@ -116,6 +116,10 @@ class LayerPass:
         self.do: Optional[Tensor] = None
         self.dx: Optional[Tensor] = None
         self.bytes = PassBytes()
+        # As they are now: a parameter frozen or unfrozen before the backward pass changes the segments' lists.
+        self.qkv_parameters: List[Tensor] = list(layer.segments.qkv_parameters)
+        self.out_parameters: List[Tensor] = list(layer.segments.out_parameters)
+        self._versions = [parameter._version for parameter in (*self.qkv_parameters, *self.out_parameters)]
         self._position: Dict[int, int] = {}
         self._order: List[Group] = []
         if record:
@@ -158,7 +162,12 @@ class LayerPass:
     # Backward
 
     def start_backward(self) -> None:
-        """x and o under their names again."""
+        """x and o under their names again. Raises RuntimeError when a parameter has been written since the forward pass, as autograd does."""
+        if self._versions != [parameter._version for parameter in (*self.qkv_parameters, *self.out_parameters)]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter of a tiled layer was written "
+                "between its forward and its backward pass (an optimizer step in between?)"
+            )
         self._order = self._backward_order()
         self._position = {id(group): index for index, group in enumerate(self._order)}
         for name, recorded in (("x", self.input), ("o", self.attention)):

@@ -184,6 +184,22 @@ def test_a_second_backward_pass_is_refused():
         y.backward()
 
 
+def test_gradients_of_gradients_are_refused():
+    stack = Stack(LayerPolicy(0.5, 0, 3))
+    y = stack.memo(inputs()[0].requires_grad_()).sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(y, stack.parameters, create_graph=True)
+
+
+def test_a_parameter_written_between_forward_and_backward_is_refused_as_autograd_does():
+    stack = Stack(LayerPolicy(0.5, 0, 3))
+    y = stack.memo(inputs()[0].requires_grad_()).sum()
+    with torch.no_grad():
+        stack.layers[1].fc1.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_evaluation_records_nothing_and_equals_training_bit_for_bit():
     stack = Stack(LayerPolicy(0.5, 0.2, 3), resident=0)
     x = inputs()[0]
