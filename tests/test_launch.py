@@ -68,8 +68,8 @@ def test_megatrons_own_parser_knows_the_flags_and_gets_what_a_cpu_needs(tmp_path
         "from megatron.training.arguments import parse_args\nargs = parse_args()\n"
         "print(args.memo_cpu, args.memo_tiles, args.transformer_impl, args.distributed_backend, args.num_workers)\n"
     )
-    result = run(script, "--memo-cpu", "--memo-tiles", "5")
-    assert "True 5 local gloo 0" in result.stdout, result.stdout + result.stderr
+    result = run(script, "--memo-cpu")
+    assert "True 8 local gloo 0" in result.stdout, result.stdout + result.stderr
     assert result.stdout.count("--memo-cpu: set transformer_impl=local") == 1
 
 
