@@ -22,7 +22,7 @@ class HostMemoryError(MemoError):
 
 
 class AttentionError(MemoError):
-    """The attention backend of this run disagrees with a float32 reference."""
+    """The attention backend of this run disagrees with a reference in higher precision."""
 
 
 class SelfCheckError(MemoError):

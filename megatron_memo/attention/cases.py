@@ -1,8 +1,8 @@
 """Inputs of attention on which a wrong mask shows.
 
 On random data a late row averages thousands of keys, and one key too many or too few drowns in rounding. So some keys are *marked*: every
-row prefers them, by so much that they share about half of its weight, however long the sequence. A row that misses a marked key, or sees one too early,
-is off by its share, many times what rounding does.
+row prefers them, by so much that they share about half of its weight, however long the sequence. A row that misses a marked key, or sees
+one too early, is off by its share, many times what rounding does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{self.seq} rows, batch {self.batch}, {self.heads} heads over {self.groups} groups of {self.head_dim} elements, {dtype} on {self.device.type}"
-        )
+        heads = f"{self.heads} heads over {self.groups} groups of {self.head_dim} elements"
+        return f"{self.seq} rows, batch {self.batch}, {heads}, {dtype} on {self.device.type}"
 
 
 def marks_of_small(seq: int) -> List[int]:

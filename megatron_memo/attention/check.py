@@ -12,10 +12,10 @@ What is compared: o, dq, dk and dv, each as a whole (norm of the difference over
 row (the worst one: a mask that is wrong for few rows). A row is one sample's, one head's vector at one position; its difference is
 measured in its magnitude (see :class:`~megatron_memo.attention.reference.Rows`). Inputs carry marked keys (see
 :mod:`~megatron_memo.attention.cases`) of which every row must see exactly those up to itself: one missed or seen early moves
-a row by about a quarter.
+a row by a fifth or more of its magnitude.
 
-Memory: the small check stays below some 100 MiB for usual shapes. The long one holds what attention itself needs (q, k, v, o, do, dq, dk, dv and
-the kernel's own) at its peak, and about q, k, v while comparing. Both free what they took; torch's allocator keeps it cached.
+Memory: the small check takes a few hundred MiB for usual shapes. The long one holds what attention itself needs (q, k, v, o, do, dq, dk, dv
+and the kernel's own) at its peak, and q, k, v and some 400 MiB while comparing. Both free what they took; torch's allocator keeps it cached.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ class Verdict:
 
 
 def tolerance_of(dtype: torch.dtype, device: torch.device) -> Tolerance:
-    """What rounding explains, with a factor to spare, and what a wrong mask (0.2 and more of a row) exceeds.
+    """What rounding explains, with a factor to spare, and below what one missed marked key does (0.18 of a row; 0.094 is allowed in bfloat16).
 
-    float16, bfloat16: a kernel rounds probabilities and dS once each and o, dq, dk, dv once more, half an epsilon at most each time, of random sign; one
-    that also holds scores in the dtype (Megatron's own, unfused) adds half an epsilon times a score, up to 10 here. Sums are in float32. float32, float64:
-    sums over s keys round like sqrt(s), hence the larger factor. float32 on a GPU counts with TF32's epsilon: whether products may run
-    in TF32 is the user's choice.
+    float16, bfloat16: sums are in float32; a kernel rounds probabilities and dS once each, and o, dq, dk, dv once more, by half an epsilon
+    at most. One that also holds scores in the dtype (Megatron's own, unfused) adds half an epsilon times a score, up to 10 here, to each
+    probability.
+    The worst of many thousand rows is at 2 (4 with 8 elements a head) and at 6 epsilon, whole tensors at 1 to 2: 12 and 4 are allowed.
+    float32, float64: sums round like the square root of their length. Worst rows are at 60 epsilon, whole tensors at 15: 256 and 64 are allowed.
+    float32 on a GPU counts with TF32's epsilon, 2^-10: whether products may run in TF32 is the user's choice.
     """
     epsilon = torch.finfo(dtype).eps
     if dtype in (torch.float16, torch.bfloat16):
@@ -121,15 +123,16 @@ def check_long(
     description: str, scale: Optional[float] = None, tolerance: Optional[Tolerance] = None, min_elements: int = LONG_ELEMENTS,
     announce: Optional[Callable[[str], None]] = None,
 ) -> Verdict:
-    """Compares ``attend`` with the reference on sampled rows at full length ``seq``, if a tensor has more than ``min_elements`` elements.
+    """Compares ``attend`` with the reference on sampled rows at full length, if a tensor has more than ``min_elements`` elements.
 
-    Compared: o and dq around some forty positions (the ends, sixteen between, where indices pass 2^30, 2^31 and 2^32) and dk and dv of those positions.
-    The output gradient is zero but for the sampled rows, which makes dk and dv exact from them alone; so a backward pass that loses the
-    contribution of rows that are not sampled is not seen. Costs one forward and backward pass of ``attend`` and about a second.
+    Compared: o and dq around some thirty positions (the ends, sixteen between, where indices pass 2^30, 2^31 and 2^32), and dk and dv of
+    those positions. The output gradient is zero but for the sampled rows, which makes dk and dv exact from them alone; so a backward pass
+    that loses the contribution of rows that are not sampled is not seen. Costs one forward and backward pass of ``attend``, and three reads
+    of k and v.
 
     Args:
-        description: the backend with its versions (:func:`~megatron_memo.attention.backends.describe`). A check that has passed with it, on this device, these
-            libraries and this shape is not repeated: source is "remembered".
+        description: the backend with its versions (:func:`~megatron_memo.attention.backends.describe`). A check that has passed with it, on
+            this device, these libraries and this shape is not repeated: source is "remembered".
         announce: called with one line before a check is made.
         The others: as for :func:`check_small`.
 
@@ -155,7 +158,7 @@ def check_long(
 
 
 def require(verdict: Verdict, backend_description: str) -> None:
-    """Raises AttentionError unless ``verdict`` passed: names the backend with its version, the tensor, the difference, what is allowed and what to do."""
+    """Raises AttentionError unless ``verdict`` passed: it names the backend, its version, the tensor, the difference and what to do."""
     if verdict.passed:
         return
     if verdict.failure is not None:

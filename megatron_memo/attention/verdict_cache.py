@@ -1,7 +1,7 @@
 """Full-length checks that passed on this machine, in ``${XDG_CACHE_HOME:-~/.cache}/megatron_memo/attention.json``.
 
-A full-length check costs one attention forward and backward at full length, so it is made once per machine, software and shape. Only passed checks are
-kept: what failed is tried again. The file is a convenience: unreadable or unwritable, it is a warning and the check is made.
+A full-length check costs one attention forward and backward at full length, so it is made once per machine, software and shape. Only passed
+checks are kept: what failed is tried again. The file is a convenience: unreadable or unwritable, it is a warning and the check is made.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def cache_path() -> Path:
 def key_of(case: Case, description: str) -> str:
     """Everything that decides the result: device, driver, libraries, backend, shape and this package's version."""
     parts: Dict[str, Any] = dict(case._asdict(), dtype=str(case.dtype), device=case.device.type)
-    parts.update(backend=description, torch=torch.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), megatron_memo=__version__)
+    parts.update(backend=description, megatron_memo=__version__)
+    parts.update(torch=torch.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
     if case.device.type == "cuda":
         parts.update(name=torch.cuda.get_device_name(case.device), capability=torch.cuda.get_device_capability(case.device), driver=_driver())
     return json.dumps(parts, sort_keys=True)

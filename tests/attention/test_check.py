@@ -9,6 +9,7 @@ import torch
 
 from megatron_memo.attention import check, verdict_cache
 from megatron_memo.attention.backends import describe, make_backend
+from megatron_memo.attention.cases import marks_of_small
 from megatron_memo.errors import AttentionError
 
 SEQ = 192
@@ -123,7 +124,9 @@ def tried(attend, dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [dict(), dict(batch=1, groups=4), dict(groups=1), dict(batch=1, head_dim=128), dict(seq=77), dict(scale=0.01)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(batch=1, groups=4), dict(groups=1), dict(batch=1, head_dim=128), dict(seq=77), dict(scale=0.01)], ids=str
+)
 def test_right_attention_passes(dtype, shape):
     scale = shape.get("scale", shape.get("head_dim", SHAPE["head_dim"]) ** -0.5)
     for attend in (make_backend("sdpa", scale=scale), lambda q, k, v: attention(q, k, v, causal(len(q)), scale)):
@@ -141,6 +144,13 @@ def test_wrong_attention_fails(wrong, dtype):
     assert not verdict.passed
     # Not by a hair: what rounding may do is far from what a fault does.
     assert verdict.worst.found > 1.5 * verdict.worst.allowed
+
+
+@pytest.mark.parametrize("mark", marks_of_small(SEQ))
+def test_one_marked_key_that_one_row_misses_shows_in_bfloat16(mark):
+    for row_that_misses in {mark, SEQ - 1} - {0}:
+        attend = masked(lambda mask, row, key: mask & ~((row == row_that_misses) & (key == mark)))
+        assert not tried(attend, torch.bfloat16).passed, (row_that_misses, mark)
 
 
 @pytest.mark.parametrize("which,tensor", [("q", "dq"), ("k", "dk"), ("v", "dv")])
@@ -194,10 +204,9 @@ def test_the_error_names_backend_tensor_difference_and_what_to_do():
         check.require(verdict, "flash-attn-4 4.0.0b36")
     message = str(raised.value)
     worst = verdict.worst
-    for part in (
-        "flash-attn-4 4.0.0b36", worst.tensor, worst.measure, f"{worst.found:.2e}", f"{worst.allowed:.2e}", "192 rows, batch 2, 4 heads over 2 groups",
-        "bfloat16 on cpu", "--memo-attention (host, fa4 or sdpa)",
-    ):
+    numbers = (f"{worst.found:.2e}", f"{worst.allowed:.2e}")
+    shape = ("192 rows, batch 2, 4 heads over 2 groups", "bfloat16 on cpu")
+    for part in ("flash-attn-4 4.0.0b36", worst.tensor, worst.measure, *numbers, *shape, "--memo-attention (host, fa4 or sdpa)"):
         assert part in message
 
 
@@ -273,7 +282,7 @@ def test_right_attention_passes_at_full_length(cache, dtype, shape):
         with_gradient("q", rows(500, None, torch.zeros_like)),
         one_nan,
     ],
-    ids=["no mask", "window of s - 64", "last 3 rows see half", "last row misses itself", "dv of 3 keys", "dk of key 0", "dq from row 500", "one NaN"],
+    ids=["no mask", "window", "last 3 rows see half", "last row misses itself", "dv of 3 keys", "dk of key 0", "dq from row 500", "one NaN"],
 )
 def test_wrong_attention_fails_at_full_length_and_is_not_remembered(cache, wrong, dtype):
     # The NaN is in a row that is sampled.
@@ -306,7 +315,10 @@ def test_a_passed_check_is_made_once(cache):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(description="torch 2"), dict(dtype=torch.float64), dict(seq=701), dict(batch=1), dict(groups=1), dict(heads=2), dict(head_dim=8), dict(scale=0.3)],
+    [
+        dict(description="torch 2"), dict(dtype=torch.float64), dict(seq=701), dict(batch=1), dict(groups=1), dict(heads=2), dict(head_dim=8),
+        dict(scale=0.3),
+    ],
     ids=str,
 )
 def test_another_shape_or_version_is_checked_anew(cache, change):
