@@ -19,6 +19,8 @@ from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257  # NullTokenizer takes its last token for the end of a document
 STANDARD_LIBRARY_MIN_BYTES = 2_000_000
+# Megatron's default split gives a thousandth of the documents to the test split.
+FEW_DOCUMENTS = 1000
 
 
 class CorpusError(Exception):
@@ -121,6 +123,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 1
     print(f"{corpus.prefix}.bin, {corpus.prefix}.idx: {corpus.documents} documents, {corpus.text_bytes + corpus.documents} tokens")
     print(f"train with: --data-path {corpus.prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}")
+    if corpus.documents < FEW_DOCUMENTS:
+        print(
+            f"only {corpus.documents} documents: Megatron splits by document, and waits forever for a validation or test split that is empty. Its default "
+            f"--split 969,30,1 wants {FEW_DOCUMENTS}. Take larger shares (--split 90,5,5 from 40 documents on), or --split 100,0,0 --eval-iters 0."
+        )
     return 0
 
 

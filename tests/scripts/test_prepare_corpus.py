@@ -104,3 +104,12 @@ def test_the_command_prints_what_to_train_with(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "1 documents, 6 tokens" in run.stdout
     assert f"--data-path {tmp_path / 'c'} --tokenizer-type NullTokenizer --vocab-size 257" in run.stdout
+
+
+def test_a_corpus_of_few_documents_says_that_validation_may_be_empty(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text\n")
+    script = Path(__file__).resolve().parents[2] / "scripts" / "prepare_corpus.py"
+    command = [sys.executable, str(script), "--output", str(tmp_path / "few"), str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "only 2 documents" in result.stdout and "--split 100,0,0 --eval-iters 0" in result.stdout
