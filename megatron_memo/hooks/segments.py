@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..swap.executor import storage_key
 from ..tiles.grid import Grid
+from .graph_only import without_output
 from .rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -158,6 +159,10 @@ class MegatronSegments:
         with layer.bias_dropout_add_exec_handler():
             hidden = layer.self_attn_bda(layer.training, layer.config.bias_dropout_fusion)(projected, x, layer.hidden_dropout)
         return layer._forward_mlp(hidden)
+
+    def out_graph(self, o: Tensor, x: Tensor, call: LayerCall) -> Tensor:
+        with without_output(self._layer.mlp.linear_fc2):
+            return self.out(o, x, call)
 
     def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
         return [any(p is weight for weight in self._fused_weights) and hasattr(p, "main_grad") for p in parameters]

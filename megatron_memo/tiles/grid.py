@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -32,16 +33,20 @@ class Grid:
             return full
         if self.shards == 1:
             return full[start:stop]
-        return self._rows(full, start, stop).reshape(-1, *full.shape[1:])
+        tile = full.new_empty(self.shards * (stop - start), *full.shape[1:])
+        self._copy(tile, full, start, stop, into_tile=True)
+        return tile
 
     def put(self, full: Tensor, tile: Tensor, start: int, stop: int) -> None:
         """Writes ``tile`` [shards * (stop - start), ...] into its rows of ``full`` [shards * rows, ...]."""
-        rows = self._rows(full, start, stop)
-        rows.copy_(tile.reshape(rows.shape))
+        self._copy(tile, full, start, stop, into_tile=False)
 
     def empty(self, tile: Tensor) -> Tensor:
         """An undefined full-sequence tensor of ``tile``'s kind, [shards * rows, ...]."""
         return tile.new_empty(self.full_rows, *tile.shape[1:])
 
-    def _rows(self, full: Tensor, start: int, stop: int) -> Tensor:
-        return full.view(self.shards, self.rows, *full.shape[1:])[:, start:stop]
+    def _copy(self, tile: Tensor, full: Tensor, start: int, stop: int, into_tile: bool) -> None:
+        # One launch that copies each shard's rows as the plain memory they are; copying a strided tensor goes element by element.
+        in_full = [shard[start:stop] for shard in full.view(self.shards, self.rows, *full.shape[1:])]
+        in_tile = list(tile.view(self.shards, stop - start, *tile.shape[1:]))
+        torch._foreach_copy_(*((in_tile, in_full) if into_tile else (in_full, in_tile)))

@@ -198,7 +198,7 @@ def _backward_out(state: LayerPass, dy: Tensor) -> List[Optional[Tensor]]:
             x_rows = x if whole else x[tile.start : tile.stop]
             inputs = [o_rows.detach().requires_grad_(), x_rows.detach().requires_grad_()]
             with torch.enable_grad():
-                outputs = [segments.out(*inputs, state.call)]
+                outputs = [segments.out_graph(*inputs, state.call)]
         dy_rows = dy if whole else dy[tile.start : tile.stop]
         do_rows, dx_rows, *of_parameters = grad(outputs, [*inputs, *parameters], [dy_rows], allow_unused=True)
         inputs = outputs = o_rows = x_rows = None

@@ -39,6 +39,9 @@ class Segments(Protocol):
     def out(self, o: Tensor, x: Tensor, call: Any) -> Tensor:
         """Rows of o and x to rows of y [stop - start, b, h]."""
 
+    def out_graph(self, o: Tensor, x: Tensor, call: Any) -> Tensor:
+        """As ``out`` for a recomputation, where y's graph matters and its values are read by nobody."""
+
     def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
         """Which of ``parameters`` have their gradient added to ``main_grad`` by the backward kernels themselves."""
 
