@@ -1,4 +1,4 @@
-"""Puts the two logs of training_curve.sh into one results file and says how far the curves are apart."""
+"""Puts the logs of training_curve.sh into one results file and says how far stock's losses and MEMO's are apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Dict, List
+from typing import Any, Dict, List
 
 from harness import versions, write_json
 
@@ -25,17 +25,41 @@ def read(path: Path) -> Dict[str, List]:
     }
 
 
+def compared(folder: Path, stock: str, memo: str, report: Path) -> Dict[str, Any]:
+    """Both runs, and the largest relative difference of their training losses and of their evaluations."""
+    runs = {"stock": read(folder / f"{stock}.log"), "memo": read(folder / f"{memo}.log")}
+    found = json.loads(report.read_text())
+    found.pop("steps")
+    return {
+        **runs,
+        "report": found,
+        "largest_relative_difference": _largest([runs[name]["losses"] for name in runs], f"{stock}.log and {memo}.log"),
+        "largest_relative_difference_of_evaluations": _largest(
+            [[loss for _, loss in runs[name]["evaluations"]] for name in runs], f"evaluations in {stock}.log and {memo}.log"
+        ),
+    }
+
+
+def _largest(pair: List[List[float]], what: str) -> float:
+    stock, memo = pair
+    if not stock or len(stock) != len(memo):
+        raise SystemExit(f"{what}: {len(stock)} and {len(memo)} losses found, expected the same number, at least 1")
+    return max(abs(a - b) / abs(a) for a, b in zip(stock, memo))
+
+
 def main(folder: str) -> None:
-    runs = {name: read(Path(folder) / f"{name}.log") for name in ("stock", "memo")}
-    pairs = list(zip(runs["stock"]["losses"], runs["memo"]["losses"]))
-    apart = [abs(a - b) / abs(a) for a, b in pairs]
-    report = json.loads((Path(folder) / "report.rank0.json").read_text())
-    report.pop("steps")
-    result = {"benchmark": "training_curve", "versions": versions(), **runs, "report": report, "largest_relative_difference": max(apart)}
-    write_json(str(Path(folder) / "training_curve.json"), result)
-    for step in sorted({0, 1, 4, 9, 24, len(pairs) - 1}):
-        print(f"step {step + 1:3d}: stock {pairs[step][0]:.5f}, memo {pairs[step][1]:.5f}, relative difference {apart[step]:.1e}")
-    print(f"{len(pairs)} steps, largest relative difference of the losses {max(apart):.1e}; evaluations {runs['stock']['evaluations']} {runs['memo']['evaluations']}")
+    out = Path(folder)
+    curve = compared(out, "stock", "memo", out / "report.rank0.json")
+    million = compared(out, "million_stock", "million_memo", out / "million" / "report.rank0.json")
+    write_json(str(out / "training_curve.json"), {"benchmark": "training_curve", "versions": versions(), **curve, "million": million})
+    stock, memo = curve["stock"]["losses"], curve["memo"]["losses"]
+    for step in sorted({0, 1, 4, 9, 24, len(stock) - 1} & set(range(len(stock)))):
+        print(f"step {step + 1:3d}: stock {stock[step]:.5f}, memo {memo[step]:.5f}")
+    for name, result in (("curve", curve), ("a million tokens", million)):
+        print(
+            f"{name}: {len(result['stock']['losses'])} steps, largest relative difference of the losses {result['largest_relative_difference']:.1e}, "
+            f"of {len(result['stock']['evaluations'])} evaluations {result['largest_relative_difference_of_evaluations']:.1e}"
+        )
 
 
 if __name__ == "__main__":
