@@ -84,7 +84,7 @@ class Runtime:
         """The model stands, with its weights loaded."""
         import torch
 
-        from .hooks import allowlist, attach, capture, start, training
+        from .hooks import allowlist, attach, capture, random_state, start, training
 
         self._saw_model = True
         args = training.megatron_args()
@@ -96,11 +96,12 @@ class Runtime:
         allowlist.raise_if_any([*allowlist.check_args(args), *allowlist.check_config(model.config)])
         layers = capture.layers_of(model)
         device = next(model.parameters()).device
-        attend = start.checked_attention(layers[0], self.config, args, device)
-        checked = start.check_layers(model, args, device, attend)
-        x, call = capture.first_call(model, args.seq_length, args.micro_batch_size, device)
-        self.session = attach.attach(layers, self.config, x, call, attend=attend)
-        del x
+        with random_state.preserved():
+            attend = start.checked_attention(layers[0], self.config, args, device)
+            checked = start.check_layers(model, args, device, attend)
+            x, call = capture.first_call(model, args.seq_length, args.micro_batch_size, device)
+            self.session = attach.attach(layers, self.config, x, call, attend=attend)
+            del x
         if device.type == "cuda":
             torch.cuda.empty_cache()
         training.print_once(start.summary(self.session, checked))

@@ -165,4 +165,29 @@ def _determinism(args: Any) -> Optional[Refusal]:
     return Refusal("deterministic_mode", "--deterministic-mode", "True with --memo-attention fa4", "False", "Set --memo-attention host.")
 
 
-COMBINATIONS: Tuple[Callable[[Any], Optional[Refusal]], ...] = (_attention_mask, _sums_of_tiles, _determinism)
+def _attention_dropout(args: Any) -> Optional[Refusal]:
+    """The kernels that are called directly have no dropout."""
+    dropout, attention = getattr(args, "attention_dropout", 0), getattr(args, "memo_attention", "host")
+    if not dropout or attention == "host":
+        return None
+    return Refusal(
+        "attention_dropout", "--attention-dropout", f"{dropout:g} with --memo-attention {attention}", "0", "Set it to 0, or take --memo-attention host."
+    )
+
+
+def _random_numbers(args: Any) -> Optional[Refusal]:
+    """TransformerEngine's tracker hands the generators themselves around: putting a state back would reach another one."""
+    hidden, attention = getattr(args, "hidden_dropout", 0), getattr(args, "attention_dropout", 0)
+    if not getattr(args, "te_rng_tracker", False) or not (hidden or attention):
+        return None
+    found = f"True with --hidden-dropout {hidden:g} and --attention-dropout {attention:g}"
+    return Refusal("te_rng_tracker", "--te-rng-tracker", found, "False", "Leave it out, or set both to 0.")
+
+
+COMBINATIONS: Tuple[Callable[[Any], Optional[Refusal]], ...] = (
+    _attention_mask,
+    _sums_of_tiles,
+    _determinism,
+    _attention_dropout,
+    _random_numbers,
+)

@@ -13,6 +13,8 @@ from typing import Any, Dict
 from .allowlist_rules import NO_MEMO, Refused, gated, irrelevant, merged, refused, supported
 
 _SUPPORTED = supported(
+    # random numbers: recomputed tiles draw theirs again (COMBINATIONS in allowlist_args refuses what cannot)
+    "hidden_dropout attention_dropout use_te_rng_tracker "
     # the layer's shape
     "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels "
     # parallelism, numbers, gradients
@@ -40,8 +42,7 @@ _OUTSIDE = merged(
         irrelevant("checkpoint names only", "hetereogenous_dist_checkpoint"),
         irrelevant("read by inference only", "inference_sampling_seed inference_disable_triton_nvls_kernels inference_grouped_gemm_backend "
                    "inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type"),
-        # Without dropout a layer draws no random numbers.
-        gated("hidden_dropout", "use_te_rng_tracker inference_rng_tracker"),
+        irrelevant("read by inference only", "inference_rng_tracker"),
     )
 )
 
@@ -151,9 +152,6 @@ _REFUSED: Dict[str, Refused] = {
         "--tensor-parallel-num-weight-shards", NO_MEMO, "the tensor-parallel size", _one_shard_a_rank),
     "gtp_weight_remat_size": refused("--tensor-parallel-num-weight-shards", NO_MEMO, 1),
     "variable_seq_lengths": refused("", "Pad all samples to one length: host memory is sized for it before the first step."),
-    # dropout
-    "hidden_dropout": refused("--hidden-dropout", "Set --hidden-dropout 0.", 0),
-    "attention_dropout": refused("--attention-dropout", "Set --attention-dropout 0.", 0),
     # attention
     "num_query_groups": Refused(
         "--num-query-groups", "Lower --tensor-model-parallel-size: with fewer groups than ranks keys and values are gathered.",

@@ -19,6 +19,7 @@ from ..swap.slab import HostSlab
 from ..swap.streams import CudaStreams, Streams
 from ..tiles.layer import TiledLayer, run
 from ..tiles.layer_pass import Chain, PassBytes
+from . import random_state
 from .segments import Attend, LayerCall, MegatronSegments, read_call
 
 # Smaller storages are not worth a copy on a GPU. On a CPU everything is swapped, so that small models show every path.
@@ -109,9 +110,9 @@ def policy_of(config: MemoConfig, index: int, count: int) -> LayerPolicy:
 
 
 def measure(tile: TiledLayer, x: Tensor, call: LayerCall) -> Measured:
-    """One forward pass of the layer on ``x`` [s, b, h] in which nothing is copied and every saved byte is counted."""
+    """One forward pass of the layer on ``x`` [s, b, h] in which nothing is copied and every saved byte is counted. Leaves random states as they were."""
     counting = TiledLayer(tile.segments, tile.policy, Executor(SimulatedStreams(), None), Chain(), min_bytes=tile.min_bytes)
-    with torch.enable_grad():
+    with torch.enable_grad(), random_state.preserved():
         y = run(counting, x.detach().requires_grad_(), call)
     state = y.grad_fn.state
     counted: PassBytes = state.bytes

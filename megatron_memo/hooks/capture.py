@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer, Tr
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .random_state import preserved
 from .segments import LayerCall, read_call
 
 
@@ -45,7 +46,8 @@ class _Captured(Exception):
 def first_call(model: Any, tokens: int, micro_batch: int, device: torch.device) -> Tuple[Tensor, LayerCall]:
     """The input [s, b, h] and the other arguments of the first layer, for sequences of ``tokens`` tokens.
 
-    The model embeds token 0 throughout; its first layer is reached and nothing after it runs. Collective over the tensor-parallel group.
+    The model embeds token 0 throughout; its first layer is reached and nothing after it runs; random states stay as they were. Collective over the
+    tensor-parallel group.
     """
     layers = layers_of(model)
 
@@ -57,7 +59,7 @@ def first_call(model: Any, tokens: int, micro_batch: int, device: torch.device) 
     earlier = layers[0].__dict__.get("forward")
     layers[0].forward = stop
     try:
-        with torch.no_grad():
+        with torch.no_grad(), preserved():
             model(ids, positions, None)
     except _Captured as captured:
         return captured.x.detach(), captured.call

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+from torch.nn.modules import module as global_hooks
 
 from ..errors import UnsupportedError
 from ..swap.executor import storage_key
 from ..tiles.grid import Grid
+from . import random_state as rng
 from .graph_only import without_output
 from .rope import rotate
 
@@ -60,6 +62,10 @@ def read_call(layer: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[
     return bound["hidden_states"], LayerCall(mask, rope, frozenset(storage_key(tensor) for tensor in shared))
 
 
+def _global_hooks() -> bool:
+    return bool(global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks)
+
+
 class MegatronSegments:
     """The :class:`~megatron_memo.tiles.layer_pass.Segments` of one TransformerLayer.
 
@@ -70,6 +76,13 @@ class MegatronSegments:
 
     def __init__(self, layer: Any, attend: Optional[Attend] = None) -> None:
         config = layer.config
+        if attend is not None and config.attention_dropout > 0:
+            raise UnsupportedError(
+                f"--memo-attention: this kernel has no dropout, and --attention-dropout is {config.attention_dropout:g}. Set it to 0, or take "
+                "--memo-attention host."
+            )
+        if getattr(config, "use_te_rng_tracker", False) and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+            raise UnsupportedError("--memo: dropout with TransformerEngine's random number tracker is not supported. Leave out --te-rng-tracker.")
         self._layer, self._attend = layer, attend
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._untouched: FrozenSet[int] = frozenset()
@@ -161,8 +174,23 @@ class MegatronSegments:
         return layer._forward_mlp(hidden)
 
     def out_graph(self, o: Tensor, x: Tensor, call: LayerCall) -> Tensor:
+        if self._output_is_read():
+            return self.out(o, x, call)
         with without_output(self._layer.mlp.linear_fc2):
             return self.out(o, x, call)
+
+    def _output_is_read(self) -> bool:
+        """Whether something reads fc2's output when it is recomputed: a module hook (which may also change it), or dropout, whose kernel
+        gives other random numbers to other strides."""
+        mlp = self._layer.mlp
+        drops = self._layer.training and self._layer.hidden_dropout > 0
+        return drops or any(hooks for module in (mlp, mlp.linear_fc2) for hooks in (module._forward_hooks, module._forward_pre_hooks)) or _global_hooks()
+
+    def random_state(self) -> Optional[rng.RandomState]:
+        return rng.current() if self._layer.training and self._layer.hidden_dropout > 0 else None
+
+    def replayed(self, state: rng.RandomState) -> ContextManager[None]:
+        return rng.replayed(state)
 
     def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
         return [any(p is weight for weight in self._fused_weights) and hasattr(p, "main_grad") for p in parameters]

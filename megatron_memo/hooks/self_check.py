@@ -7,20 +7,21 @@ thought of may do something else there; on a small input this shows before anyth
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from ..errors import SelfCheckError
-from ..policy.tiles import LayerPolicy
+from ..policy.tiles import Action, LayerPolicy, Tile
 from ..swap.executor import Executor
 from ..swap.simulator import SimulatedStreams
 from ..swap.slab import HostSlab
 from ..swap.streams import CudaStreams
 from ..tiles.layer import TiledLayer, run
 from ..tiles.layer_pass import Chain
+from . import random_state as rng
 from .attach import measure
 from .segments import Attend, LayerCall, MegatronSegments
 
@@ -30,6 +31,17 @@ _TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, to
 
 _ONE_TILE = LayerPolicy(alpha=1.0, keep=0.0, tiles=1)
 _MIXED = LayerPolicy(alpha=0.4, keep=0.3, tiles=4)
+
+
+@dataclass(frozen=True)
+class _AllKept(LayerPolicy):
+    """The same tiles, all kept."""
+
+    def cut(self, rows: int) -> Tuple[Tile, ...]:
+        return tuple(replace(tile, action=Action.KEEP) for tile in super().cut(rows))
+
+
+_MIXED_KEPT = _AllKept(_MIXED.alpha, _MIXED.keep, _MIXED.tiles)
 
 
 class Difference(NamedTuple):
@@ -53,29 +65,82 @@ def self_check(layer: Any, x: Tensor, call: LayerCall, attend: Optional[Attend] 
     generator = torch.Generator().manual_seed(20)
     x = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
     dy = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+    # One rounding more or less in the input: what that does to a tensor, another order of sums may do too. A gradient that is zero but for
+    # rounding (a bias of k, which softmax ignores) differs by all of itself.
+    ulp = torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape, generator=generator).to(x)
     found: List[Tuple[str, Difference]] = []
+
+    def stock(x: Tensor = x) -> Dict[str, Tensor]:
+        return _run_stock(layer, x, dy, call)
+
+    def tiled(policy: LayerPolicy) -> Dict[str, Tensor]:
+        return _run_tiled(layer, x, dy, call, policy, attend)
+
+    def compare(name: str, expected: _Run, tiles: _Run, allowed: Callable[[str], float]) -> None:
+        found.append((name, _require(layer, name, expected, tiles, allowed)))
+
     with _left_as_it_was(layer), _core_attention(layer, attend):
-        stock = _run_stock(layer, x, dy, call)
-        again = _distances(stock, _run_stock(layer, x, dy, call))
-        # One rounding more or less in the input: what that does to a tensor, another order of sums may do too. A gradient that is zero but for
-        # rounding (a bias of k, which softmax ignores) differs by all of itself.
-        ulp = torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape, generator=generator).to(x)
-        rounding = _distances(stock, _run_stock(layer, x * (1 + ulp), dy, call))
-        for name, policy in (("one tile", _ONE_TILE), ("four tiles, mixed", _MIXED)):
-            distances = _distances(stock, _run_tiled(layer, x, dy, call, policy, attend))
-            allowed = {
-                tensor: _allowed_for_one_tile(x, again, tensor) if policy is _ONE_TILE else max(_tolerance(x, found_), 8 * rounding[tensor], 4 * again[tensor])
-                for tensor, found_ in stock.items()
-            }
-            worst = max(stock, key=lambda tensor: _excess(distances[tensor], allowed[tensor]))
-            if not distances[worst] <= allowed[worst]:
-                raise SelfCheckError(
-                    f"the tiled layer ({name}) does not compute what this Megatron's {type(layer).__qualname__} {layer.layer_number} computes: "
-                    f"{worst} differs by {distances[worst]:.2e} (norm of the difference over stock's norm), allowed {allowed[worst]:.2e}. "
-                    "Nothing has been trained. Train without --memo, and report Megatron's version and your flags."
-                )
-            found.append((name, Difference(worst, distances[worst], allowed[worst])))
+        expected = _run(stock)
+        again = _distances(expected, _run(stock))
+        compare("one tile", expected, _run(lambda: tiled(_ONE_TILE)), lambda tensor: _allowed_for_one_tile(x, again, tensor))
+        if _drops(layer):
+            # Several tiles draw other numbers than the whole: the same tiles, all kept, say what is right.
+            kept, mixed = _run(lambda: tiled(_MIXED_KEPT)), _run(lambda: tiled(_MIXED))
+            compare("dropout, four tiles, mixed against kept", kept, mixed, lambda tensor: _allowed_for_one_tile(x, again, tensor))
+        with _no_dropout(layer):
+            expected = _run(stock)
+            rounding = _distances(expected, _run(lambda: stock(x * (1 + ulp))))
+            compare(
+                "four tiles, mixed",
+                expected,
+                _run(lambda: tiled(_MIXED)),
+                lambda tensor: max(_tolerance(x, expected.tensors[tensor]), 8 * rounding[tensor], 4 * again[tensor]),
+            )
     return found
+
+
+class _Run(NamedTuple):
+    """The tensors of a forward and backward pass, and the states of the random number generators after it."""
+
+    tensors: Dict[str, Tensor]
+    random: rng.RandomState
+
+
+def _run(work: Callable[[], Dict[str, Tensor]]) -> _Run:
+    """Each run draws the same numbers."""
+    with rng.preserved():
+        return _Run(work(), rng.current())
+
+
+def _require(layer: Any, name: str, expected: _Run, found: _Run, allowed: Callable[[str], float]) -> Difference:
+    distances = _distances(expected, found)
+    worst = max(distances, key=lambda tensor: _excess(distances[tensor], allowed(tensor)))
+    upstream = f"what this Megatron's {type(layer).__qualname__} {layer.layer_number} computes"
+    end = "Nothing has been trained. Train without --memo, and report Megatron's version and your flags."
+    if not distances[worst] <= allowed(worst):
+        raise SelfCheckError(
+            f"the tiled layer ({name}) does not compute {upstream}: {worst} differs by {distances[worst]:.2e} (norm of the difference over "
+            f"stock's norm), allowed {allowed(worst):.2e}. {end}"
+        )
+    if not expected.random.equals(found.random):
+        raise SelfCheckError(f"the tiled layer ({name}) does not compute {upstream}: it leaves random number generators in other states. {end}")
+    return Difference(worst, distances[worst], allowed(worst))
+
+
+def _drops(layer: Any) -> bool:
+    return layer.training and (layer.hidden_dropout > 0 or layer.config.attention_dropout > 0)
+
+
+@contextmanager
+def _no_dropout(layer: Any) -> Iterator[None]:
+    training = [(module, module.training) for module in layer.modules()]
+    if _drops(layer):
+        layer.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
 
 
 def _run_stock(layer: Any, x: Tensor, dy: Tensor, call: LayerCall) -> Dict[str, Tensor]:
@@ -111,12 +176,12 @@ def _gradients(layer: Any, x: Tensor, y: Tensor, dy: Tensor) -> Dict[str, Tensor
     return found
 
 
-def _distances(stock: Dict[str, Tensor], other: Dict[str, Tensor]) -> Dict[str, float]:
+def _distances(stock: _Run, other: _Run) -> Dict[str, float]:
     """For each tensor the norm of the difference over stock's norm; not a number counts as infinite."""
     found = {}
-    for name, expected in stock.items():
+    for name, expected in stock.tensors.items():
         scale = expected.double().norm().item()
-        distance = (other[name].double() - expected.double()).norm().item() / (scale if scale > 0 else 1.0)
+        distance = (other.tensors[name].double() - expected.double()).norm().item() / (scale if scale > 0 else 1.0)
         found[name] = distance if distance == distance else float("inf")
     return found
 
@@ -161,12 +226,9 @@ def _left_as_it_was(layer: Any) -> Iterator[None]:
     main_grads = [p.main_grad.clone() if getattr(p, "main_grad", None) is not None else None for p in parameters]
     added = [getattr(p, "grad_added_to_main_grad", None) for p in parameters]
     flags = [(m, m.is_first_microbatch) for m in layer.modules() if hasattr(m, "is_first_microbatch")]
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    tracker = get_cuda_rng_tracker()
-    tracker_states = tracker.get_states()
     try:
-        yield
+        with rng.preserved():
+            yield
     finally:
         for parameter, main_grad, flag in zip(parameters, main_grads, added):
             if main_grad is not None:
@@ -175,7 +237,3 @@ def _left_as_it_was(layer: Any) -> Iterator[None]:
                 parameter.grad_added_to_main_grad = flag
         for module, flag in flags:
             module.is_first_microbatch = flag
-        tracker.set_states(tracker_states)
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)

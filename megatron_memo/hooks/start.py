@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, List, Optional
+from contextlib import contextmanager
+from typing import Any, Iterator, List, Optional
 
 import torch
 
@@ -58,9 +59,23 @@ def _host(layer: Any) -> Attend:
     attention = layer.self_attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with _not_training(attention.core_attention):  # dropout has no reference
+            return run(q, k, v)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention.core_attention(q, k, v, None, attn_mask_type=attention.attn_mask_type, attention_bias=None, packed_seq_params=None)
 
     return attend
+
+
+@contextmanager
+def _not_training(module: torch.nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
 
 
 def check_layers(model: Any, args: Any, device: torch.device, attend: Optional[Attend]) -> List[str]:

@@ -50,7 +50,7 @@ class LayerPolicy:
             raise ValueError(f"a layer needs at least one token row, found {rows}")
         longest = -(-rows // min(self.tiles, rows))
         swapped = round(self.alpha * rows)
-        kept = min(round(self.keep * rows), rows - swapped)
+        kept = min(round((self.alpha + self.keep) * rows), rows) - swapped
         swap = Action.KEEP if self.resident else Action.SWAP
         return (
             *_split(0, swapped, longest, swap),

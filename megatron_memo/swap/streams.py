@@ -50,6 +50,10 @@ class Streams(Protocol):
         """The caller lets go of ``tensor``: from here on, in compute's order, its memory may be used for something else."""
 
 
+# Waits whose times are not added up yet; more than a step has. The older half is long over when it is added up early, by a loop that never asks.
+_MOST_STALLS = 1 << 14
+
+
 class CudaStreams:
     """CUDA: compute is the current stream; two streams copy.
 
@@ -81,6 +85,8 @@ class CudaStreams:
         queue.wait_event(event)
         after.record(queue)
         self._stalls.append((before, after))
+        if len(self._stalls) > _MOST_STALLS:
+            self._fold(_MOST_STALLS // 2)
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._queue(stream)):
@@ -94,8 +100,12 @@ class CudaStreams:
 
     def stall_ms(self) -> float:
         """Time that compute has waited for copies so far, in ms. Waits for the device: call it at the end of a step."""
-        for before, after in self._stalls:
+        self._fold(len(self._stalls))
+        return self._stall_ms
+
+    def _fold(self, count: int) -> None:
+        """Adds up the first ``count`` waits."""
+        for before, after in self._stalls[:count]:
             after.synchronize()
             self._stall_ms += before.elapsed_time(after)
-        self._stalls.clear()
-        return self._stall_ms
+        del self._stalls[:count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, FrozenSet, List, Sequence
+from typing import Any, ContextManager, FrozenSet, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,12 @@ class ToyLayer(nn.Module):
     def out_graph(self, o: Tensor, x: Tensor, call: Any) -> Tensor:
         y = self.out(o, x, call)
         return y - y.detach()  # zero everywhere, with y's graph: whoever reads the values gets caught
+
+    def random_state(self) -> Any:
+        return None
+
+    def replayed(self, state: Any) -> ContextManager[None]:
+        raise NotImplementedError("this layer draws no random numbers")
 
     def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
         return [False] * len(parameters)

@@ -12,6 +12,7 @@ and so that data parallelism can reduce the out segment's gradients while attent
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -126,6 +127,8 @@ def _forward_out(state: LayerPass) -> Tensor:
             recorded, (rows,) = _record_tile(state, tile.action, [o_rows, x_rows], known, lambda a, b: segments.out(a, b, call))
             state.dispatch(recorded)
         else:
+            if state.record:
+                state.random_states[tile.start] = segments.random_state()
             rows = segments.out(o_rows, x_rows, call).detach()
         state.out_tiles.append(recorded)
         if grid.whole(tile.start, tile.stop):
@@ -197,7 +200,8 @@ def _backward_out(state: LayerPass, dy: Tensor) -> List[Optional[Tensor]]:
         else:
             x_rows = x if whole else x[tile.start : tile.stop]
             inputs = [o_rows.detach().requires_grad_(), x_rows.detach().requires_grad_()]
-            with torch.enable_grad():
+            random_state = state.random_states.pop(tile.start)
+            with torch.enable_grad(), nullcontext() if random_state is None else segments.replayed(random_state):
                 outputs = [segments.out_graph(*inputs, state.call)]
         dy_rows = dy if whole else dy[tile.start : tile.stop]
         do_rows, dx_rows, *of_parameters = grad(outputs, [*inputs, *parameters], [dy_rows], allow_unused=True)

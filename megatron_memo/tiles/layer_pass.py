@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, FrozenSet, List, Optional, Protocol, Sequence, Tuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
@@ -41,6 +41,12 @@ class Segments(Protocol):
 
     def out_graph(self, o: Tensor, x: Tensor, call: Any) -> Tensor:
         """As ``out`` for a recomputation, where y's graph matters and its values are read by nobody."""
+
+    def random_state(self) -> Any:
+        """What the random numbers that ``out`` draws next depend on, or None where it draws none. qkv draws none; attention runs once."""
+
+    def replayed(self, state: Any) -> ContextManager[None]:
+        """Within it ``out`` draws what it drew after ``state`` (from ``random_state``, not None); it leaves no trace."""
 
     def fused(self, parameters: Sequence[Tensor]) -> Sequence[bool]:
         """Which of ``parameters`` have their gradient added to ``main_grad`` by the backward kernels themselves."""
@@ -114,6 +120,8 @@ class LayerPass:
         self.names = Names()
         self.qkv_tiles: List[Optional[Recorded]] = []
         self.out_tiles: List[Optional[Recorded]] = []
+        # By the start of each tile that will run again.
+        self.random_states: Dict[int, Any] = {}
         self.input: Optional[Recorded] = None
         self.attention: Optional[Recorded] = None
         self.do: Optional[Tensor] = None

@@ -18,6 +18,7 @@ FEATURES: Dict[str, tuple] = {
     "micro_batches": (1, 2),
     "sequence_parallel": (True, False),
     "fused": (False, True),
+    "dropout": ("none", "hidden", "attention", "both"),
     "policy": ("1 tile swapped", "1 tile recomputed", "2 tiles half", "3 tiles mixed", "5 tiles recomputed", "4 tiles kept", "16 tiles swapped"),
     "keep_layers": (0, 1),
 }
@@ -47,8 +48,14 @@ class Case:
     micro_batches: int
     sequence_parallel: bool
     fused: bool
+    dropout: str
     policy: str
     keep_layers: int
+
+    @property
+    def tiles_draw_their_own(self) -> bool:
+        """Whether the tiles' random numbers are others than stock's: the same tiles, all kept, are then what is compared with."""
+        return self.dropout in ("hidden", "both") and POLICIES[self.policy][2] > 1
 
     @property
     def name(self) -> str:

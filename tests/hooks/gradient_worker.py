@@ -10,6 +10,8 @@ import os
 import sys
 import types
 import warnings
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 warnings.filterwarnings("ignore")
 import torch
@@ -46,7 +48,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gradient_cases import CASES, POLICIES, Case
 from megatron_memo.config import MemoConfig
 from megatron_memo.hooks import allowlist, attach, capture
+from megatron_memo.hooks import random_state as rng
 from megatron_memo.hooks.self_check import self_check
+from megatron_memo.policy.tiles import Action, LayerPolicy
 
 
 def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParallel:
@@ -60,8 +64,8 @@ def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParal
         num_query_groups=4 if case.groups == "gqa" else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=0.1 if case.dropout in ("hidden", "both") else 0.0,
+        attention_dropout=0.2 if case.dropout in ("attention", "both") else 0.0,
         tensor_model_parallel_size=WORLD,
         sequence_parallel=case.sequence_parallel and WORLD > 1,
         gated_linear_unit=gated,
@@ -94,9 +98,22 @@ def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParal
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=case.fused, overlap_grad_reduce=False), model)
 
 
-def gradients(model: DistributedDataParallel, case: Case):
-    """Loss and main_grad of every parameter after the case's micro-batches, by Megatron's own hooks."""
+class Gradients(NamedTuple):
+    losses: list
+    by_name: dict
+    random: rng.RandomState
+
+
+def gradients(model: DistributedDataParallel, case: Case) -> Gradients:
+    """Loss and main_grad of every parameter after the case's micro-batches, by Megatron's own hooks; each call draws the same random numbers."""
     model.zero_grad_buffer()
+    with rng.preserved():
+        losses = forward_and_backward(model, case)
+        state = rng.current()
+    return Gradients(losses, {name: p.main_grad.clone() for name, p in model.module.named_parameters()}, state)
+
+
+def forward_and_backward(model: DistributedDataParallel, case: Case) -> list:
     generator = torch.Generator().manual_seed(7)
     losses = []
     for _ in range(case.micro_batches):
@@ -105,7 +122,7 @@ def gradients(model: DistributedDataParallel, case: Case):
         loss = model(ids, positions, None, labels=ids.roll(-1, 1)).double().mean()
         loss.backward()
         losses.append(loss.item())
-    return losses, {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    return losses
 
 
 def config_of(case: Case) -> MemoConfig:
@@ -113,15 +130,34 @@ def config_of(case: Case) -> MemoConfig:
     return MemoConfig(enabled=True, alpha=alpha, keep=keep, tiles=tiles, keep_layers=case.keep_layers, cpu=True, host_gib=1.0)
 
 
+@dataclass(frozen=True)
+class AllKept(LayerPolicy):
+    """The same tiles, all kept."""
+
+    def cut(self, rows: int):
+        return tuple(replace(tile, action=Action.KEEP) for tile in super().cut(rows))
+
+
+def gradients_of_kept_tiles(model: DistributedDataParallel, case: Case, x, call) -> Gradients:
+    session = attach.attach(capture.layers_of(capture.unwrapped(model)), config_of(case), x, call)
+    for tile in session.tiled:
+        tile.policy = AllKept(**asdict(tile.policy))
+    try:
+        return gradients(model, case)
+    finally:
+        session.detach()
+
+
 def compare(case: Case, dtype: torch.dtype, check: bool) -> dict:
     model = build(case, dtype)
     inner = capture.unwrapped(model)
-    losses, stock = gradients(model, case)
+    stock = gradients(model, case)
     layers = capture.layers_of(inner)
     x, call = capture.first_call(inner, SEQUENCE, case.micro_batch, torch.device("cpu"))
     checked = [[name, list(worst)] for name, worst in self_check(layers[0], x, call)] if check else None
+    reference = gradients_of_kept_tiles(model, case, x, call) if case.tiles_draw_their_own else stock
     session = attach.attach(layers, config_of(case), x, call)
-    memo_losses, memo = gradients(model, case)
+    memo = gradients(model, case)
     with torch.no_grad():
         model.eval()
         ids = torch.arange(SEQUENCE).remainder(VOCABULARY).expand(case.micro_batch, -1)
@@ -131,10 +167,10 @@ def compare(case: Case, dtype: torch.dtype, check: bool) -> dict:
     session.detach()
     with torch.no_grad():
         stock_evaluation = model(ids, positions, None, labels=ids)
-    after = gradients(model.train(), case)[1]
+    after = gradients(model.train(), case)
     # Softmax ignores a bias of k: such a gradient is rounding and nothing else, so no parameter's is taken for smaller than this.
-    floor = 1e-4 * max(g.abs().max().item() for g in stock.values())
-    relative = {name: ((memo[name] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for name, g in stock.items()}
+    floor = 1e-4 * max(g.abs().max().item() for g in reference.by_name.values())
+    relative = {name: ((memo.by_name[name] - g).abs().max() / g.abs().max().clamp_min(floor)).item() for name, g in reference.by_name.items()}
     worst = max(relative, key=relative.get)
     bound = torch.tensor([relative[worst]], dtype=torch.float64)
     dist.all_reduce(bound, dist.ReduceOp.MAX)
@@ -143,10 +179,11 @@ def compare(case: Case, dtype: torch.dtype, check: bool) -> dict:
         "dtype": str(dtype),
         "worst": bound.item(),
         "parameter": worst,
-        "identical": all(torch.equal(memo[name], g) for name, g in stock.items()) and losses == memo_losses,
-        "losses": [losses, memo_losses],
+        "identical": all(torch.equal(memo.by_name[name], g) for name, g in reference.by_name.items()) and reference.losses == memo.losses,
+        "same_random_numbers_next": reference.random.equals(memo.random) and stock.random.equals(memo.random),
+        "losses": [reference.losses, memo.losses],
         "evaluation": (tiled_evaluation - stock_evaluation).abs().max().item(),
-        "restored": all(torch.equal(after[name], g) for name, g in stock.items()),
+        "restored": all(torch.equal(after.by_name[name], g) for name, g in stock.by_name.items()),
         "self_check": checked,
         "swapped_bytes": report["swapped_bytes"],
         "host_peak_bytes": report["host_peak_bytes"],

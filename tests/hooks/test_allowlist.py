@@ -113,6 +113,8 @@ def test_every_flag_that_is_named_exists(megatron):
         types.SimpleNamespace(gradient_accumulation_fusion=True, fp16=True),
         types.SimpleNamespace(gradient_accumulation_fusion=True, bf16=True, grad_reduce_in_bf16=True),
         types.SimpleNamespace(deterministic_mode=True, memo_attention="fa4"),
+        types.SimpleNamespace(attention_dropout=0.1, memo_attention="fa4"),
+        types.SimpleNamespace(hidden_dropout=0.1, te_rng_tracker=True),
     ):
         (found,) = check_args(args)
         named |= set(re.findall(r"--[a-z][a-z0-9-]+", str(found)))
@@ -208,6 +210,9 @@ def test_anything_but_a_dataclass_is_an_error():
         "--seq-length 4096",
         "--seq-length 1048576 --no-create-attention-mask-in-dataloader",
         "--memo --memo-attention sdpa --deterministic-mode",
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
+        "--memo-attention sdpa --hidden-dropout 0.1",
+        "--te-rng-tracker",
     ],
 )
 def test_what_is_supported_passes_on_the_command_line(megatron, line):
@@ -217,7 +222,8 @@ def test_what_is_supported_passes_on_the_command_line(megatron, line):
 @pytest.mark.parametrize(
     "line, flag",
     [
-        ("--hidden-dropout 0.1", "--hidden-dropout"),
+        ("--attention-dropout 0.1 --memo-attention fa4", "--attention-dropout"),
+        ("--hidden-dropout 0.1 --te-rng-tracker", "--te-rng-tracker"),
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
         ("--num-layers-per-virtual-pipeline-stage 1", "--num-layers-per-virtual-pipeline-stage"),
         ("--context-parallel-size 2", "--context-parallel-size"),
@@ -263,10 +269,10 @@ def test_a_long_mask_is_told_in_bytes(megatron):
 
 
 def test_all_refusals_come_at_once_and_a_shared_flag_once(megatron):
-    config = transformer(megatron, hidden_dropout=0.1, cpu_offloading_num_layers=1, fp8="hybrid")
+    config = transformer(megatron, qk_clip=True, cpu_offloading_num_layers=1, fp8="hybrid")
     args = arguments(megatron, "--cpu-offloading-num-layers 1 --sft")
     with pytest.raises(UnsupportedError) as error:
         raise_if_any([*check_args(args), *check_config(config)])
     first, *lines = str(error.value).splitlines()
     assert "4 settings" in first
-    assert sorted(line.split(":")[0].strip() for line in lines) == ["--cpu-offloading-num-layers", "--fp8-format", "--hidden-dropout", "--sft"]
+    assert sorted(line.split(":")[0].strip() for line in lines) == ["--cpu-offloading-num-layers", "--fp8-format", "--qk-clip", "--sft"]

@@ -26,17 +26,19 @@ _RESULTS = {}
 
 
 def results(world, directory):
+    """The lines of one launch, by case and type. A launch that failed is not tried again for every test."""
     if world not in _RESULTS:
-        path = directory.mktemp(f"world{world}") / "results.jsonl"
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-        run = subprocess.run(
-            [*command, str(Path(__file__).with_name("gradient_worker.py")), str(path)], env=env, capture_output=True, text=True, timeout=900
-        )
-        assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        _RESULTS[world] = {(line["case"], line["dtype"]): line for line in lines}
-    return _RESULTS[world]
+        _RESULTS[world] = launch(world, directory.mktemp(f"world{world}") / "results.jsonl")
+    run, lines = _RESULTS[world]
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return {(line["case"], line["dtype"]): line for line in lines}
+
+
+def launch(world, path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
+    run = subprocess.run([*command, str(Path(__file__).with_name("gradient_worker.py")), str(path)], env=env, capture_output=True, text=True, timeout=900)
+    return run, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_every_pair_of_feature_values_is_in_a_case():
@@ -55,6 +57,19 @@ def test_float64_gradients_equal_stock_megatrons(world, case, tmp_path_factory):
     assert line["worst"] < (1e-6 if case.fused else 1e-12), line
     assert line["evaluation"] < 1e-12
     assert line["restored"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_tiles_that_drop_agree_to_the_bit_however_they_are_kept(world, tmp_path_factory):
+    by_name = {case.name: case for case in CASES if case.tiles_draw_their_own and not case.fused}
+    lines = [line for (name, _), line in results(world, tmp_path_factory).items() if name in by_name]
+    assert len({by_name[line["case"]].policy for line in lines}) == 5
+    assert [line["case"] for line in lines if not line["identical"]] == []
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_random_numbers_go_on_as_in_stock(world, tmp_path_factory):
+    assert [line["case"] for line in results(world, tmp_path_factory).values() if not line["same_random_numbers_next"]] == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
