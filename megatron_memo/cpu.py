@@ -1,7 +1,8 @@
 """Lets Megatron train with no GPU: for trying things out and for tests.
 
 Megatron asks for CUDA by name in many places. :func:`install` gives these names a meaning on a CPU before Megatron is imported; gloo stands in
-for nccl. :func:`prepare_args` switches off what only a GPU has. Random numbers of "the GPU" come from the CPU's default generator.
+for nccl. :func:`prepare_args` switches off what only a GPU has. Random numbers of "the GPU" come from the CPU's default generator; what draws
+from the CPU's on a GPU machine while training, the data loaders, draws from a generator of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
+import torch.utils.data.dataloader as data_loading
 from torch.overrides import TorchFunctionMode
 
 from .errors import ConfigError
@@ -126,6 +128,7 @@ _NAMES: Tuple[Tuple[Any, str, Any], ...] = (
     (torch.cuda, "reset_peak_memory_stats", _nothing),
     (torch.cuda, "memory_stats", lambda *args: defaultdict(int)),
     *((torch.cuda, name, _constant(0)) for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")),
+    *((torch.cuda, name, _constant(0)) for name in ("temperature", "power_draw", "utilization", "clock_rate", "memory_usage")),
     (torch.cuda, "mem_get_info", _constant((_MEMORY_BYTES, _MEMORY_BYTES))),
     # Random numbers: the CPU's generator.
     (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
@@ -189,7 +192,23 @@ def install() -> None:
     mode = _OnCpu()
     mode.__enter__()
     _installed.append(lambda: mode.__exit__(None, None, None))
+    _replace(data_loading._BaseDataLoaderIter, "__init__", _own_numbers(data_loading._BaseDataLoaderIter.__init__))
     _adjust_megatron()
+
+
+def _own_numbers(original: Callable[..., None]) -> Callable[..., None]:
+    """A data loader draws a seed when it starts. From the device's numbers that would make a resumed run, which starts its loaders anew,
+    drop other activations than the run that was not stopped."""
+    generator = torch.Generator()
+
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        own, loader.generator = loader.generator, loader.generator or generator
+        try:
+            original(self, loader, *args, **kwargs)
+        finally:
+            loader.generator = own
+
+    return __init__
 
 
 def uninstall() -> None:

@@ -1,53 +1,19 @@
 """Whole runs of pretrain_gpt.py on real text, stock against --memo, with no GPU."""
 
 import json
-import os
-import re
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.training", reason="megatron-core is not installed")
-ROOT = Path(__file__).resolve().parents[1]
-STEPS = 20
-MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope "
-    "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257 --micro-batch-size 2 --global-batch-size 4 "
-    f"--train-iters {STEPS} --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --split 90,5,5 --no-create-attention-mask-in-dataloader "
-    "--log-interval 1 --eval-interval 10 --eval-iters 1 --memo-cpu"
-)
-MEMO = "--memo --memo-alpha 0.5 --memo-keep 0.2 --memo-tiles 3"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+sys.path.insert(0, str(Path(__file__).parent))
+from training_runs import MEMO, STEPS, make_corpus, train
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("corpus") / "python"
-    subprocess.run([sys.executable, str(ROOT / "scripts/prepare_corpus.py"), "--output", str(prefix)], check=True, capture_output=True, timeout=300)
-    return prefix
-
-
-def train(corpus, flags, world=1, expect=0):
-    """Losses by step, losses of evaluations, and the whole output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "MASTER_PORT": str(free_port())}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        env.pop(name, None)
-    start = [sys.executable] if world == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-    command = [*start, str(ROOT / "pretrain_gpt.py"), *MODEL.split(), "--data-path", str(corpus), *flags.split()]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    output = run.stdout + run.stderr
-    assert (run.returncode == 0) == (expect == 0), output[-4000:]
-    losses = [float(x) for x in re.findall(r"iteration +\d+/.*?lm loss: ([-+.\deE]+)", output)]
-    evaluations = [float(x) for x in re.findall(r"validation loss at .*?lm loss value: ([-+.\deE]+)", output)]
-    return losses, evaluations, output
+    return make_corpus(tmp_path_factory.mktemp("corpus") / "python")
 
 
 def assert_same_curve(stock, memo):
@@ -77,13 +43,20 @@ def test_tensor_and_sequence_parallel_ranks_have_stocks_losses(corpus):
     assert_same_curve(train(corpus, parallel, world=2), train(corpus, f"{parallel} {MEMO}", world=2))
 
 
+def test_with_dropout_one_tile_has_stocks_losses_to_the_last_digit(corpus):
+    dropout = "--hidden-dropout 0.1 --attention-dropout 0.1"
+    stock, memo = train(corpus, dropout), train(corpus, f"{dropout} --memo --memo-alpha 0 --memo-tiles 1")
+    assert len(stock[0]) == STEPS and stock[:2] == memo[:2]
+    assert stock[:2] != train(corpus, "")[:2]
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
         ("--memo-alpha 1.5", "--memo-alpha is a fraction of tokens: expected 0 to 1, found 1.5"),
         ("--memo-alpha 0.7 --memo-keep 0.7", "their sum is 1.4"),
         ("--memo-tiles 0", "--memo-tiles: expected at least 1 tile, found 0"),
-        ("--memo --hidden-dropout 0.1", "--hidden-dropout"),
+        ("--memo --memo-attention sdpa --attention-dropout 0.1", "--attention-dropout"),
         ("--memo --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--recompute-granularity"),
         ("--memo --memo-alpha 1 --memo-host-gib 0.0001", "GiB of host memory"),
     ],

@@ -1,7 +1,8 @@
-"""Runs the self-check on a Megatron layer whose upstream code is changed on purpose; prints one JSON line."""
+"""Runs the self-check on a Megatron layer, with dropout, whose upstream code is changed on purpose; prints one JSON line."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_memo.errors import SelfCheckError
-from megatron_memo.hooks import capture
+from megatron_memo.hooks import capture, random_state
+from megatron_memo.hooks.segments import MegatronSegments
 from megatron_memo.hooks.self_check import self_check
 
 
@@ -88,8 +90,19 @@ def change_forward(change: str) -> None:
         TransformerLayer.forward = stock_only
 
 
+    if change == "recomputed tiles draw new numbers":
+        MegatronSegments.replayed = lambda self, state: contextlib.nullcontext()
+    if change == "recomputed tiles leave a trace in the random numbers":
+
+        def restored_and_left(self, state):
+            random_state.restore(state)
+            return contextlib.nullcontext()
+
+        MegatronSegments.replayed = restored_and_left
+
+
 def originals():
-    names = ((SelfAttention, "forward"), (SelfAttention, "get_query_key_value_tensors"), (TransformerLayer, "_forward_attention"), (TransformerLayer, "forward"))
+    names = ((SelfAttention, "forward"), (SelfAttention, "get_query_key_value_tensors"), (TransformerLayer, "_forward_attention"), (TransformerLayer, "forward"), (MegatronSegments, "replayed"))
     return [(owner, name, vars(owner).get(name)) for owner, name in names] + [
         (upstream_attention, "apply_rotary_pos_emb", upstream_attention.apply_rotary_pos_emb)
     ]
@@ -103,7 +116,7 @@ def main(changes) -> None:
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.1, attention_dropout=0.1, use_cpu_initialization=True,
         bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
         gradient_accumulation_fusion=False,
     )
