@@ -47,20 +47,35 @@ def _largest(pair: List[List[float]], what: str) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(stock, memo))
 
 
-def main(folder: str) -> None:
-    out = Path(folder)
-    curve = compared(out, "stock", "memo", out / "report.rank0.json")
-    million = compared(out, "million_stock", "million_memo", out / "million" / "report.rank0.json")
-    write_json(str(out / "training_curve.json"), {"benchmark": "training_curve", "versions": versions(), **curve, "million": million})
-    stock, memo = curve["stock"]["losses"], curve["memo"]["losses"]
-    for step in sorted({0, 1, 4, 9, 24, len(stock) - 1} & set(range(len(stock)))):
-        print(f"step {step + 1:3d}: stock {stock[step]:.5f}, memo {memo[step]:.5f}")
-    for name, result in (("curve", curve), ("a million tokens", million)):
+PARTS = {
+    "curve": "50 steps",
+    "dropout": "10 steps with dropout, every token recomputed in one tile",
+    "million": "one step at a million tokens",
+}
+
+
+def main(folder: str) -> int:
+    """Writes training_curve.json. Exit status 1: a pair of runs is missing or cannot be compared (the file says why)."""
+    out, result, failed = Path(folder), {}, False
+    for name in PARTS:
+        try:
+            result[name] = compared(out, f"{name}_stock", f"{name}_memo", out / name / "report.rank0.json")
+        except (OSError, SystemExit) as error:
+            result[name], failed = {"error": str(error)}, True
+    write_json(str(out / "training_curve.json"), {"benchmark": "training_curve", "versions": versions(), **result})
+    for name, text in PARTS.items():
+        if "error" in result[name]:
+            print(f"{name}: {result[name]['error']}")
+            continue
+        stock, memo = result[name]["stock"], result[name]["memo"]
+        for step in sorted({0, 1, 4, 9, 24, len(stock["losses"]) - 1} & set(range(len(stock["losses"])))):
+            print(f"{name}, step {step + 1:3d}: stock {stock['losses'][step]:.5f}, memo {memo['losses'][step]:.5f}")
         print(
-            f"{name}: {len(result['stock']['losses'])} steps, largest relative difference of the losses {result['largest_relative_difference']:.1e}, "
-            f"of {len(result['stock']['evaluations'])} evaluations {result['largest_relative_difference_of_evaluations']:.1e}"
+            f"{name} ({text}): largest relative difference of {len(stock['losses'])} losses {result[name]['largest_relative_difference']:.1e}, "
+            f"of {len(stock['evaluations'])} evaluations {result[name]['largest_relative_difference_of_evaluations']:.1e}"
         )
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]))
