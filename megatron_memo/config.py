@@ -21,7 +21,8 @@ class MemoConfig:
             (MEMO paper, section 4.1).
         tiles: number of token tiles of a layer's token-local segments, at least 1. More tiles than token rows of a rank means one row a tile.
         keep: fraction of tokens whose skeletal activations stay on the GPU whole, in [0, 1]; ``alpha + keep`` is at most 1.
-        keep_layers: the last layers, whose input and attention output stay on the GPU: nothing of them is copied to the host.
+        keep_layers: the last layers of the model (with pipeline stages, of its last chunk): nothing of them is copied to the host, their input and
+            attention output stay on the GPU.
         host_gib: host memory of this rank for swapped activations in GiB; None takes what the machine allows.
         attention: "host" (Megatron's own core attention), "fa4" (FlashAttention-4 called directly) or "sdpa" (torch's).
         cpu: train with no GPU.

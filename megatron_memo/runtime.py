@@ -90,18 +90,20 @@ class Runtime:
         args = training.megatron_args()
         if self.session is not None:
             raise UnsupportedError("--memo: a second model was set up in this process; it tiles one. Set the other one up before enabling, or train without --memo.")
-        if len(chunks) != 1:
-            raise UnsupportedError(f"--memo: found {len(chunks)} model chunks on a rank, expected 1. Leave out --num-layers-per-virtual-pipeline-stage.")
-        model = capture.unwrapped(chunks[0])
-        allowlist.raise_if_any([*allowlist.check_args(args), *allowlist.check_config(model.config)])
-        layers = capture.layers_of(model)
-        device = next(model.parameters()).device
-        with random_state.preserved():
-            attend = start.checked_attention(layers[0], self.config, args, device)
-            checked = start.check_layers(model, args, device, attend)
-            x, call = capture.first_call(model, args.seq_length, args.micro_batch_size, device)
-            self.session = attach.attach(layers, self.config, x, call, attend=attend)
-            del x
+        models = [capture.unwrapped(chunk) for chunk in chunks]
+        allowlist.raise_if_any([*allowlist.check_args(args), *allowlist.check_config(models[0].config)])
+        first_layer = capture.layers_of(models[0])[0]
+        device = next(first_layer.parameters()).device
+        with capture.unsynchronised(chunks), random_state.preserved():
+            attend = start.checked_attention(first_layer, self.config, args, device)
+            checked = start.check_layers(models, args, device, attend)
+            tokens, micro_batch = args.seq_length, args.micro_batch_size
+            parts = [
+                attach.Chunk(capture.layers_of(m), *capture.first_call(m, tokens, micro_batch, device), not m.pre_process, m.post_process)
+                for m in models
+            ]
+            self.session = attach.attach_chunks(parts, self.config, schedule=start.schedule_of(models, args), attend=attend)
+            del parts
         if device.type == "cuda":
             torch.cuda.empty_cache()
         training.print_once(start.summary(self.session, checked))

@@ -11,19 +11,15 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from ..policy.tiles import LayerPolicy
 from .allowlist_rules import NO_MEMO, Refusal, Refused, gated, irrelevant, merged, refused
 
-_PLAIN = "Leave it out: plain data parallelism is supported."
+_PLAIN = "Leave it out: data parallelism with --use-distributed-optimizer, --overlap-grad-reduce and --overlap-param-gather is supported."
 _UNPACKED = "Train on samples of one sequence each, all of one length."
-_ONE_STAGE = "Use tensor and data parallelism."
 _OURS = "Leave it out: --memo decides what is kept, swapped and recomputed (--memo-alpha, --memo-keep, --memo-keep-layers)."
 _DENSE_GPT = "Use GPT layers of one kind, or train without --memo."
 
 _REFUSED: Dict[str, Refused] = {
-    "use_distributed_optimizer": refused("--use-distributed-optimizer", _PLAIN),
-    "use_layer_wise_distributed_optimizer": refused("--use-distributed-optimizer", _PLAIN),
+    "use_layer_wise_distributed_optimizer": refused("--optimizer", "Set one that does not start with dist_."),
     "optimizer": Refused(
         "--optimizer", "Set --optimizer muon: dist_muon is a distributed optimizer.", "any but dist_muon", lambda value, owner: value != "dist_muon"),
-    "overlap_grad_reduce": refused("--overlap-grad-reduce", _PLAIN),
-    "overlap_param_gather": refused("--overlap-param-gather", _PLAIN),
     "overlap_param_gather_with_optimizer_step": refused("--overlap-param-gather-with-optimizer-step", _PLAIN),
     "use_precision_aware_optimizer": refused("--use-precision-aware-optimizer", _PLAIN),
     "optimizer_cpu_offload": refused("--optimizer-cpu-offload", "Leave it out: it needs the host memory that activations are swapped to."),
@@ -50,12 +46,11 @@ OPTIMIZER_RULES = merged(
             "log_num_zeros_in_grad",
         ),
         irrelevant(
-            "how gradients are reduced after the backward pass; their sums are the same",
-            "grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads bucket_size num_buckets pad_buckets_for_high_nccl_busbw "
+            "how gradients are reduced and weights gathered around the layers' passes; a layer gives each gradient once",
+            "use_distributed_optimizer num_distributed_optimizer_instances reduce_scatter_with_fp32_accumulation overlap_grad_reduce "
+            "overlap_param_gather align_param_gather grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads bucket_size num_buckets pad_buckets_for_high_nccl_busbw "
             "average_in_collective",
         ),
-        gated("use_distributed_optimizer", "num_distributed_optimizer_instances reduce_scatter_with_fp32_accumulation"),
-        gated("overlap_param_gather", "align_param_gather"),
         gated("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
         gated("use_precision_aware_optimizer", "store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"),
         gated("optimizer_cpu_offload", "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
@@ -102,8 +97,6 @@ ARGUMENT_RULES: Dict[str, Refused] = {
     "yaml_cfg": refused("--yaml-cfg", "Give the settings as flags.", None),
     # parallelism
     "use_torch_fsdp2": refused("--use-torch-fsdp2", _PLAIN),
-    "num_layers_per_virtual_pipeline_stage": refused("--num-layers-per-virtual-pipeline-stage", _ONE_STAGE, None),
-    "num_virtual_stages_per_pipeline_rank": refused("--num-virtual-stages-per-pipeline-rank", _ONE_STAGE, None),
     # memory
     "recompute_activations": refused("--recompute-activations", _OURS),
     # module hooks would see tiles, and recomputed ones twice

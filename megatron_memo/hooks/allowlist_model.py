@@ -18,7 +18,7 @@ _SUPPORTED = supported(
     # the layer's shape
     "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels "
     # parallelism, numbers, gradients
-    "tensor_model_parallel_size sequence_parallel fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion "
+    "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion "
     "disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache "
     # norms, biases, MLP: modules of Megatron that see tokens one by one
     "layernorm_epsilon layernorm_zero_centered_gamma persist_layer_norm qk_layernorm qk_l2_norm add_bias_linear add_qkv_bias "
@@ -48,16 +48,16 @@ _OUTSIDE = merged(
 
 _GATED = merged(
     (
-        gated(
-            "pipeline_model_parallel_size",
+        irrelevant(
+            "which layers a stage has, and how it sends and receives; the order of its passes is known (swap.schedule)",
+            "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout "
             "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split "
             "account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend pipeline_dtype overlap_p2p_comm batch_p2p_comm batch_p2p_sync "
             "use_ring_exchange_p2p deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
         ),
         gated("context_parallel_size", "cp_comm_type hierarchical_context_parallel_sizes"),
         gated("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
-        gated("overlap_grad_reduce", "grad_sync_func"),
-        gated("overlap_param_gather", "param_sync_func"),
+        irrelevant("when gradients are reduced and parameters gathered; the layers' modules run the hooks that do it", "grad_sync_func param_sync_func"),
         gated("mtp_num_layers", "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone "
               "mtp_grad_scale_func mtp_hsm"),
         gated("window_size", "window_attn_skip_freq"),
@@ -137,14 +137,10 @@ def _one_shard_a_rank(value: Any, owner: Any) -> bool:
 _OURS = "Leave it out: --memo decides what is kept, swapped and recomputed (--memo-alpha, --memo-keep, --memo-keep-layers)."
 _GRAPHS = "Leave it out: swapping has no place in a CUDA graph yet."
 _DENSE = "Use a dense model, or train without --memo."
-_ONE_STAGE = "Use tensor and data parallelism."
 _PRECISION = "Train in bf16, fp16 or fp32."
 
 _REFUSED: Dict[str, Refused] = {
     # parallelism
-    "pipeline_model_parallel_size": refused("--pipeline-model-parallel-size", "Set --pipeline-model-parallel-size 1 and use tensor parallelism.", 1),
-    "virtual_pipeline_model_parallel_size": refused("--num-layers-per-virtual-pipeline-stage", _ONE_STAGE, None),
-    "pipeline_model_parallel_layout": refused("--pipeline-model-parallel-layout", _ONE_STAGE, None),
     "context_parallel_size": refused("--context-parallel-size", "Set --context-parallel-size 1; use tensor parallelism with --sequence-parallel.", 1),
     "hybrid_context_parallel": refused("--hybrid-context-parallel", NO_MEMO),
     "expert_model_parallel_size": refused("--expert-model-parallel-size", _DENSE, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from ..config import MemoConfig
 from ..errors import UnsupportedError
 from ..policy.tiles import LayerPolicy
 from ..swap.executor import Executor
-from ..swap.host_memory import Budget, HostMemoryRanOut, budget_bytes, local_ranks, read_limits, shortage_error
 from ..swap.pinned import PinnedBuffer
+from ..swap.schedule import Schedule
 from ..swap.simulator import SimulatedStreams
 from ..swap.slab import HostSlab
 from ..swap.streams import CudaStreams, Streams
 from ..tiles.layer import TiledLayer, run
 from ..tiles.layer_pass import Chain, PassBytes
 from . import random_state
+from .host_share import Measured, host_buffer
 from .segments import Attend, LayerCall, MegatronSegments, read_call
 
 # Smaller storages are not worth a copy on a GPU. On a CPU everything is swapped, so that small models show every path.
@@ -28,27 +29,39 @@ _CUDA_MIN_BYTES = 1 << 16
 _LEAVING_LIMIT_INPUTS = 8
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes of one forward pass of one layer under the run's policy, and the host block that it needs."""
+class Chunk(NamedTuple):
+    """One model chunk of this rank, as it trains.
 
-    kept_bytes: int
-    swapped_bytes: int
-    recomputed_bytes: int
-    io_bytes: int
-    block_bytes: int
+    Attributes:
+        layers: its transformer layers, in order.
+        x: an input of the first one, [s, b, h]; only its shape, type and device matter.
+        call: the other arguments of a training call.
+        received: the input comes from another pipeline stage.
+        last: the model's last chunk, whose backward pass begins right after its forward pass.
+    """
 
-    def block_bytes_at(self, alpha: float) -> float:
-        """What a pass would send with another fraction of swapped tokens."""
-        rest = self.kept_bytes + self.swapped_bytes + self.recomputed_bytes - self.io_bytes
-        return self.io_bytes + alpha * rest
+    layers: Sequence[Any]
+    x: Tensor
+    call: LayerCall
+    received: bool = False
+    last: bool = True
 
 
 class Session:
-    """Tiled layers of one model on one rank. Made by :func:`attach`; :meth:`detach` restores Megatron's own."""
+    """Tiled layers of all model chunks of one rank. Made by :func:`attach_chunks`; :meth:`detach` restores Megatron's own."""
 
-    def __init__(self, config: MemoConfig, layers: Sequence[Any], tiled: List[TiledLayer], measured: List[Measured], buffer: PinnedBuffer, slab: HostSlab):
-        self.config, self.layers, self.tiled, self.measured = config, list(layers), tiled, measured
+    def __init__(
+        self,
+        config: MemoConfig,
+        layers: Sequence[Any],
+        tiled: List[TiledLayer],
+        measured: List[Measured],
+        schedule: Schedule,
+        buffer: PinnedBuffer,
+        slab: HostSlab,
+    ):
+        self.config, self.layers, self.tiled, self.measured, self.schedule = config, list(layers), tiled, measured, schedule
+        self.numbers = [layer.layer_number for layer in layers]
         self._buffer, self._slab = buffer, slab
         self._steps: List[Dict[str, Any]] = []
         for layer, tile in zip(self.layers, tiled):
@@ -74,12 +87,16 @@ class Session:
 
     def report(self) -> Dict[str, Any]:
         """What was kept, swapped and recomputed in a forward pass of each layer, and the host memory used; JSON-ready."""
-        layers = [{"kept_bytes": m.kept_bytes, "swapped_bytes": m.swapped_bytes, "recomputed_bytes": m.recomputed_bytes} for m in self.measured]
+        layers = [
+            {"layer": number, "kept_bytes": m.kept_bytes, "swapped_bytes": m.swapped_bytes, "recomputed_bytes": m.recomputed_bytes}
+            for number, m in zip(self.numbers, self.measured)
+        ]
         totals = {key: sum(layer[key] for layer in layers) for key in ("kept_bytes", "swapped_bytes", "recomputed_bytes")}
         return {
             "policy": {k: v for k, v in asdict(self.config).items() if k in ("alpha", "keep", "tiles", "keep_layers", "attention")},
             **totals,
             "layers": layers,
+            "passes_in_flight": self.schedule.in_flight(),
             "host_slab_bytes": self._slab.memory.numel(),
             "host_peak_bytes": self._slab.peak_bytes,
             "stall_ms": round(self.stall_ms, 3),
@@ -104,20 +121,23 @@ class _TiledForward:
         )
 
 
-def policy_of(config: MemoConfig, index: int, count: int) -> LayerPolicy:
-    """The policy of the ``index``-th of ``count`` layers."""
-    return LayerPolicy(config.alpha, config.keep, config.tiles, resident=index >= count - config.keep_layers)
+def policy_of(config: MemoConfig, index: int, count: int, last: bool = True) -> LayerPolicy:
+    """The policy of the ``index``-th of ``count`` layers of a chunk. Only in the model's ``last`` chunk are layers resident: elsewhere every pass
+    in flight would keep them."""
+    return LayerPolicy(config.alpha, config.keep, config.tiles, resident=last and index >= count - config.keep_layers)
 
 
 def measure(tile: TiledLayer, x: Tensor, call: LayerCall) -> Measured:
     """One forward pass of the layer on ``x`` [s, b, h] in which nothing is copied and every saved byte is counted. Leaves random states as they were."""
-    counting = TiledLayer(tile.segments, tile.policy, Executor(SimulatedStreams(), None), Chain(), min_bytes=tile.min_bytes)
+    counting = TiledLayer(tile.segments, tile.policy, Executor(SimulatedStreams(), None), Chain(), received=tile.received, min_bytes=tile.min_bytes)
     with torch.enable_grad(), random_state.preserved():
         y = run(counting, x.detach().requires_grad_(), call)
     state = y.grad_fn.state
     counted: PassBytes = state.bytes
-    io_bytes = state.input.group.size_bytes + state.attention.group.size_bytes
-    return Measured(counted.kept_bytes, counted.swapped_bytes, counted.recomputed_bytes, io_bytes, counted.swapped_bytes)
+    input_bytes, attention_bytes = state.input.group.size_bytes, state.attention.group.size_bytes
+    rest_bytes = counted.kept_bytes + counted.swapped_bytes + counted.recomputed_bytes - input_bytes - attention_bytes
+    io_bytes = attention_bytes + (0 if tile.received else input_bytes)
+    return Measured(counted.kept_bytes, counted.swapped_bytes, counted.recomputed_bytes, io_bytes, rest_bytes)
 
 
 def signature(layer: Any) -> Tuple[Any, ...]:
@@ -127,77 +147,63 @@ def signature(layer: Any) -> Tuple[Any, ...]:
     return modules, parameters
 
 
-def attach(
-    layers: Sequence[Any],
+def attach(layers: Sequence[Any], config: MemoConfig, x: Tensor, call: LayerCall, **options: Any) -> Session:
+    """:func:`attach_chunks` for the layers of a whole model, in order; ``x`` and ``call`` as in :class:`Chunk`."""
+    return attach_chunks([Chunk(layers, x, call)], config, **options)
+
+
+def attach_chunks(
+    chunks: Sequence[Chunk],
     config: MemoConfig,
-    x: Tensor,
-    call: LayerCall,
     *,
+    schedule: Schedule = Schedule(),
     attend: Optional[Attend] = None,
     streams: Optional[Streams] = None,
-    passes_in_flight: int = 1,
 ) -> Session:
-    """Replaces the forward passes of ``layers`` (one model chunk, in order).
+    """Replaces the forward passes of the layers of all model chunks of this rank. Collective over all ranks.
 
     Args:
-        x: an input of the first layer as in training, [s, b, h]; only its shape, type and device matter.
-        call: the other arguments of a training call.
+        chunks: in the order of the pipeline.
+        schedule: the passes of a training step, which say how many wait for their backward passes at once.
         attend: another core attention, or None for Megatron's.
         streams: the device's queues; None makes them.
-        passes_in_flight: forward passes of a layer that may wait for their backward passes at once.
 
     Raises:
         HostMemoryError: what the policy swaps does not fit the host memory of this rank. Nothing has been replaced.
     """
+    layers = [layer for chunk in chunks for layer in chunk.layers]
     taken = [layer for layer in layers if "forward" in layer.__dict__]
     if taken:
         raise UnsupportedError(
             f"--memo: {len(taken)} of {len(layers)} layers have a forward of their own already (tiled by an earlier attach(), or patched by somebody else); "
             "it would be dropped. Detach or undo that first."
         )
+    x = chunks[0].x
     streams = streams if streams is not None else CudaStreams(x.device) if x.is_cuda else SimulatedStreams()
     min_bytes = _CUDA_MIN_BYTES if x.is_cuda else 1
-    several = len(policy_of(config, 0, len(layers)).cut(x.shape[0])) > 1
+    several = len(policy_of(config, 0, len(chunks[0].layers), chunks[0].last).cut(x.shape[0])) > 1
     limit = _LEAVING_LIMIT_INPUTS * x.numel() * x.element_size() if several else None
-    chain = Chain()
-    tiled: List[TiledLayer] = []
-    measured: List[Measured] = []
+    tiled: List[List[TiledLayer]] = []
+    measured: List[List[Measured]] = []
     known: Dict[Any, Measured] = {}
-    for index, layer in enumerate(layers):
-        policy = policy_of(config, index, len(layers))
-        tile = TiledLayer(MegatronSegments(layer, attend), policy, None, chain, first=index == 0, min_bytes=min_bytes)
-        kind = (signature(layer), policy.resident)
-        if kind not in known:
-            known[kind] = measure(tile, x, call)
-        tile.block_bytes = known[kind].block_bytes
-        tiled.append(tile)
-        measured.append(known[kind])
-    needed = passes_in_flight * sum(m.block_bytes for m in measured)
-    buffer = _host_buffer(needed, config, measured, x)
+    for chunk in chunks:
+        chain = Chain()
+        tiled.append([])
+        measured.append([])
+        for index, layer in enumerate(chunk.layers):
+            policy = policy_of(config, index, len(chunk.layers), chunk.last)
+            first = index == 0
+            tile = TiledLayer(MegatronSegments(layer, attend), policy, None, chain, first=first, received=first and chunk.received, min_bytes=min_bytes)
+            kind = (signature(layer), policy.resident, tile.received)
+            if kind not in known:
+                known[kind] = measure(tile, chunk.x, chunk.call)
+            tile.block_bytes = known[kind].swapped_bytes
+            tiled[-1].append(tile)
+            measured[-1].append(known[kind])
+    buffer = host_buffer(measured, schedule, config, x.device)
     slab = HostSlab(buffer.tensor)
     executor = Executor(streams, slab, limit)
-    for tile in tiled:
+    flat = [tile for chunk in tiled for tile in chunk]
+    for tile in flat:
         tile.executor = executor
-    return Session(config, layers, tiled, measured, buffer, slab)
-
-
-def _host_buffer(needed_bytes: int, config: MemoConfig, measured: Sequence[Measured], x: Tensor) -> PinnedBuffer:
-    """Exactly the host memory that the passes need, or an error that says which alpha would fit."""
-    budget = budget_bytes(read_limits(), local_ranks(), config.host_gib)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # ranks share what the node has left: all read it before any takes some
-    if budget.size_bytes is None or needed_bytes <= budget.size_bytes:
-        try:
-            return PinnedBuffer(needed_bytes, pin=x.is_cuda, device_index=x.device.index if x.is_cuda else None)
-        except HostMemoryRanOut as error:
-            budget = Budget(error.there_bytes, f"taken until memory ran out: {error}", local_ranks())
-    raise shortage_error(needed_bytes, budget, _alpha_that_fits(budget.size_bytes, measured, config))
-
-
-def _alpha_that_fits(budget_bytes_: int, measured: Sequence[Measured], config: MemoConfig) -> Optional[float]:
-    """The largest fraction of swapped tokens, in hundredths, that fits; None when not even 0 does."""
-    sending = [m for m in measured if m.block_bytes]
-    for hundredths in range(int(config.alpha * 100), -1, -1):
-        if sum(m.block_bytes_at(hundredths / 100) for m in sending) <= budget_bytes_:
-            return hundredths / 100
-    return None
+    return Session(config, layers, flat, [m for chunk in measured for m in chunk], schedule, buffer, slab)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,6 +20,20 @@ def unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+@contextmanager
+def unsynchronised(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within it no module waits for, or starts, a gather of data-parallel parameters: they are whole when training is set up, and the gathers
+    of the first step must find everything as Megatron has left it."""
+    hooked = [chunk for chunk in chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
 
 
 def layers_of(model: Any) -> List[Any]:
@@ -46,8 +61,8 @@ class _Captured(Exception):
 def first_call(model: Any, tokens: int, micro_batch: int, device: torch.device) -> Tuple[Tensor, LayerCall]:
     """The input [s, b, h] and the other arguments of the first layer, for sequences of ``tokens`` tokens.
 
-    The model embeds token 0 throughout; its first layer is reached and nothing after it runs; random states stay as they were. Collective over the
-    tensor-parallel group.
+    The model embeds token 0 throughout, and a later pipeline stage receives zeros; its first layer is reached and nothing after it runs; random
+    states stay as they were. Collective over the tensor-parallel group.
     """
     layers = layers_of(model)
 
@@ -58,16 +73,26 @@ def first_call(model: Any, tokens: int, micro_batch: int, device: torch.device) 
     positions = torch.arange(tokens, device=device).unsqueeze(0).expand_as(ids)
     earlier = layers[0].__dict__.get("forward")
     layers[0].forward = stop
+    if not model.pre_process:
+        model.set_input_tensor(_received(model.config, tokens, micro_batch, device))
     try:
         with torch.no_grad(), preserved():
             model(ids, positions, None)
     except _Captured as captured:
         return captured.x.detach(), captured.call
     finally:
+        if not model.pre_process:
+            model.set_input_tensor(None)
         layers[0].__dict__.pop("forward")
         if earlier is not None:
             layers[0].forward = earlier
     raise RuntimeError(f"{type(model).__qualname__} ran without calling its first transformer layer")
+
+
+def _received(config: Any, tokens: int, micro_batch: int, device: torch.device) -> Tensor:
+    """What a later stage gets from the one before it, [s, b, h], as zeros."""
+    rows = tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    return torch.zeros(rows, micro_batch, config.hidden_size, dtype=config.pipeline_dtype or config.params_dtype, device=device)
 
 
 def distinct(layers: Sequence[Any], signature: Any) -> List[Any]:

@@ -62,8 +62,10 @@ def read_call(layer: Any, args: Sequence[Any], kwargs: Dict[str, Any]) -> Tuple[
     return bound["hidden_states"], LayerCall(mask, rope, frozenset(storage_key(tensor) for tensor in shared))
 
 
-def _global_hooks() -> bool:
-    return bool(global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks)
+def _waits_for_parameters(hook: Callable[..., Any], module: Any) -> bool:
+    """Whether ``hook`` is data parallelism's, which waits for the module's own parameters (--overlap-param-gather), and there are none."""
+    of_data_parallelism = getattr(hook, "__module__", "").startswith("megatron.core.distributed.")
+    return of_data_parallelism and next(module.parameters(recurse=False), None) is None
 
 
 class MegatronSegments:
@@ -120,7 +122,8 @@ class MegatronSegments:
     def _refuse_hooks(self) -> None:
         """Raises UnsupportedError for hooks that tiles would run at the wrong time, too often, or never."""
         attention = self._layer.self_attention
-        if attention._forward_hooks or attention._forward_pre_hooks or attention._backward_hooks or attention._backward_pre_hooks:
+        before = [hook for hook in attention._forward_pre_hooks.values() if not _waits_for_parameters(hook, attention)]
+        if before or attention._forward_hooks or attention._backward_hooks or attention._backward_pre_hooks:
             raise UnsupportedError(
                 f"--memo: layer {self._layer.layer_number}'s self_attention has module hooks. Tiled layers call its parts, not the module, so they would "
                 "never run. Put them on the layer, its norms, linear_qkv, linear_proj or mlp, or train without --memo."
@@ -180,11 +183,11 @@ class MegatronSegments:
             return self.out(o, x, call)
 
     def _output_is_read(self) -> bool:
-        """Whether something reads fc2's output when it is recomputed: a module hook (which may also change it), or dropout, whose kernel
-        gives other random numbers to other strides."""
+        """Whether something reads fc2's output when it is recomputed: a module's forward hook (which may also change it), or dropout, whose
+        kernel gives other random numbers to other strides. Hooks before a forward pass see inputs alone: data parallelism has them everywhere."""
         mlp = self._layer.mlp
         drops = self._layer.training and self._layer.hidden_dropout > 0
-        return drops or any(hooks for module in (mlp, mlp.linear_fc2) for hooks in (module._forward_hooks, module._forward_pre_hooks)) or _global_hooks()
+        return bool(drops or mlp._forward_hooks or mlp.linear_fc2._forward_hooks or global_hooks._global_forward_hooks)
 
     def random_state(self) -> Optional[rng.RandomState]:
         return rng.current() if self._layer.training and self._layer.hidden_dropout > 0 else None

@@ -151,7 +151,7 @@ def _run_stock(layer: Any, x: Tensor, dy: Tensor, call: LayerCall) -> Dict[str, 
 
 def _run_tiled(layer: Any, x: Tensor, dy: Tensor, call: LayerCall, policy: LayerPolicy, attend: Optional[Attend]) -> Dict[str, Tensor]:
     tile = TiledLayer(MegatronSegments(layer, attend), policy, None, Chain(), min_bytes=1)
-    tile.block_bytes = measure(tile, x, call).block_bytes
+    tile.block_bytes = measure(tile, x, call).swapped_bytes
     memory = torch.empty(tile.block_bytes, dtype=torch.uint8, pin_memory=x.is_cuda)
     tile.executor = Executor(CudaStreams(x.device) if x.is_cuda else SimulatedStreams(), HostSlab(memory))
     x = x.detach().requires_grad_()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional, Sequence
 
 import torch
+from megatron.core import parallel_state
 
 from ..attention import backends, check
 from ..config import MemoConfig
 from ..errors import UnsupportedError
+from ..swap.schedule import Schedule
 from . import capture
 from .attach import Session, signature
 from .segments import Attend
@@ -78,25 +80,42 @@ def _not_training(module: torch.nn.Module) -> Iterator[None]:
         module.train(training)
 
 
-def check_layers(model: Any, args: Any, device: torch.device, attend: Optional[Attend]) -> List[str]:
-    """Runs the self-check on one layer of each kind; returns a line on each."""
-    layers = capture.layers_of(model)
+def check_layers(models: Sequence[Any], args: Any, device: torch.device, attend: Optional[Attend]) -> List[str]:
+    """Runs the self-check on one layer of each kind of all model chunks; returns a line on each."""
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
     tokens = min(args.seq_length, 16 * shards if device.type == "cpu" else max(256, 16 * shards))
-    x, call = capture.first_call(model, tokens, args.micro_batch_size, device)
-    lines = []
-    for layer in capture.distinct(layers, signature):
-        found = self_check(layer, x, call, attend)
-        lines.append("; ".join(f"{name}: largest difference {worst.relative:.1e} of {worst.allowed:.1e} allowed ({worst.tensor})" for name, worst in found))
+    lines, seen = [], set()
+    for model in models:
+        x, call = capture.first_call(model, tokens, args.micro_batch_size, device)
+        for layer in capture.distinct(capture.layers_of(model), signature):
+            if signature(layer) not in seen:
+                seen.add(signature(layer))
+                found = self_check(layer, x, call, attend)
+                lines.append("; ".join(f"{n}: largest difference {d.relative:.1e} of {d.allowed:.1e} allowed ({d.tensor})" for n, d in found))
     return lines
+
+
+def schedule_of(models: Sequence[Any], args: Any) -> Schedule:
+    """The order of passes on this rank. With a growing batch (--rampup-batch-size), that of a whole one: it has the most passes in flight."""
+    config = models[0].config
+    groups = args.micro_batch_size * args.data_parallel_size
+    return Schedule(
+        stages=config.pipeline_model_parallel_size,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        chunks=len(models),
+        micro_batches=max(1, args.global_batch_size // groups),
+        group=config.microbatch_group_size_per_vp_stage or 0,
+    )
 
 
 def summary(session: Session, checked: List[str]) -> str:
     """A few lines for the start of the log."""
     report, config = session.report(), session.config
+    resident = sum(tile.policy.resident for tile in session.tiled)
     totals = ", ".join(f"{report[key + '_bytes'] / GIB:.3f} GiB {key}" for key in ("swapped", "kept", "recomputed"))
     return (
-        f"--memo: {len(session.layers)} layers, {config.tiles} tiles, alpha {config.alpha:g}, keep {config.keep:g}, last {config.keep_layers} layers "
-        f"resident, attention {config.attention}\n--memo: a forward pass has {totals}; host slab {report['host_slab_bytes'] / GIB:.3f} GiB\n"
+        f"--memo: {len(session.layers)} layers, {config.tiles} tiles, alpha {config.alpha:g}, keep {config.keep:g}, {resident} of them "
+        f"resident, attention {config.attention}\n--memo: a forward pass has {totals}; host slab {report['host_slab_bytes'] / GIB:.3f} GiB for "
+        f"{report['passes_in_flight']} in flight\n"
         f"--memo: self-check against stock: {' | '.join(checked)}"
     )

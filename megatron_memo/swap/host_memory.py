@@ -175,9 +175,13 @@ def read_limits(root: str = "/", environ: Optional[Mapping[str, str]] = None) ->
     return HostLimits(left, source, available_bytes(root), total_bytes, _slurm_bytes(os.environ if environ is None else environ))
 
 
-def budget_bytes(limits: HostLimits, local_ranks: int, asked_gib: Optional[float] = None) -> Budget:
-    """What each of ``local_ranks`` ranks may take. ``asked_gib`` (the user's word) is taken as it is, below a hard limit."""
-    share = None if limits.limit_bytes is None else int(limits.limit_bytes * (1 - _RESERVE_SHARE)) // max(1, local_ranks)
+def budget_bytes(limits: HostLimits, local_ranks: int, asked_gib: Optional[float] = None, fraction: Optional[float] = None) -> Budget:
+    """What one of ``local_ranks`` ranks may take: ``fraction`` of what the node has, or an equal part.
+
+    ``asked_gib`` (the user's word, for each rank) is taken as it is, below a hard limit.
+    """
+    fraction = fraction if fraction is not None else 1 / max(1, local_ranks)
+    share = None if limits.limit_bytes is None else int(limits.limit_bytes * (1 - _RESERVE_SHARE) * fraction)
     if asked_gib is not None and (share is None or asked_gib * GIB <= share):
         return Budget(int(asked_gib * GIB), "--memo-host-gib", local_ranks)
     source = limits.limit_source
@@ -199,6 +203,6 @@ def shortage_error(needed_bytes: int, budget: Budget, fits_alpha: Optional[float
     )
     where = "Or raise it." if budget.source.startswith("--memo-host-gib") else "Or raise the limit of the job or container."
     return HostMemoryError(
-        f"swapped activations need {needed_bytes / GIB:.3f} GiB of host memory on each of {budget.local_ranks} local ranks; there are {there} "
-        f"a rank ({budget.source}). {advice} {where}"
+        f"swapped activations need {needed_bytes / GIB:.3f} GiB of host memory on this rank, one of {budget.local_ranks} on its node; there are {there} "
+        f"for it ({budget.source}). {advice} {where}"
     )

@@ -58,7 +58,12 @@ class Block:
 
 
 class HostSlab:
-    """First fit over one flat byte tensor. Layers of one kind ask for blocks of one size, so it does not fragment."""
+    """First fit over one flat byte tensor. Layers of one kind ask for blocks of one size, so it does not fragment.
+
+    Attributes:
+        used_bytes, peak_bytes: what blocks hold now, and what they have held at most.
+        end_bytes: where the block that reached furthest ended.
+    """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -66,6 +71,7 @@ class HostSlab:
         self._reads = 0
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.end_bytes = 0
 
     def take(self, size_bytes: int) -> Block:
         """A block of ``size_bytes``. Raises HostMemoryError when no free range is long enough."""
@@ -75,6 +81,7 @@ class HostSlab:
                 self._free[index : index + 1] = [(offset + size_bytes, free_bytes - size_bytes, read)] if free_bytes > size_bytes else []
                 self.used_bytes += size_bytes
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                self.end_bytes = max(self.end_bytes, offset + size_bytes)
                 return Block(self, offset, size_bytes, read)
         raise HostMemoryError(
             f"the host slab is full: a layer pass needs {size_bytes} bytes, {self.used_bytes} of {self.memory.numel()} are in use and the longest "

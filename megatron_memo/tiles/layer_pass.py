@@ -94,6 +94,7 @@ class TiledLayer:
 
     Attributes:
         first: whether a forward pass of the model chunk begins with this layer.
+        received: the input comes from another pipeline stage, whose schedule keeps it until the backward pass: swapping it would free nothing.
         block_bytes: host bytes of one pass, as measured.
         ahead: groups that are sent for before they are needed.
         min_bytes: smaller storages are not worth a copy and stay.
@@ -104,6 +105,7 @@ class TiledLayer:
     executor: Executor
     chain: Chain
     first: bool = True
+    received: bool = False
     block_bytes: int = 0
     ahead: int = 2
     min_bytes: int = 1 << 16
@@ -151,9 +153,10 @@ class LayerPass:
         return saving_into(group, self.names, known, self.layer.segments.untouched(self.call), device, self.layer.min_bytes)
 
     def hold(self, x: Tensor) -> Recorded:
-        """The layer's input as a group of its own, sent at once unless the layer is resident."""
+        """The layer's input as a group of its own, sent at once unless the layer is resident or the pipeline keeps it."""
         group = self.new_group()
-        recorded = Recorded(group, self.io_action, [], [], [group.add(x)])
+        action = Action.KEEP if self.layer.received else self.io_action
+        recorded = Recorded(group, action, [], [], [group.add(x)])
         self.dispatch(recorded)
         return recorded
 

@@ -209,10 +209,15 @@ def test_local_ranks_come_from_the_launcher(monkeypatch, text, ranks):
     assert host_memory.local_ranks() == ranks
 
 
+def test_ranks_that_need_more_may_take_more():
+    first, last = (budget_bytes(limited(80), 2, None, fraction).size_bytes for fraction in (0.75, 0.25))
+    assert first == 3 * last and first + last == budget_bytes(limited(80), 1).size_bytes
+
+
 def test_a_shortage_names_what_is_needed_what_is_there_its_source_and_the_alpha_that_fits():
     error = shortage_error(int(12.5 * GIB), budget_bytes(limited(80, slurm_bytes=96 * GIB), 8), 0.25)
     assert isinstance(error, HostMemoryError)
-    for part in ("need 12.500 GiB", "each of 8 local ranks", "there are 9.500 GiB", "/sys/fs/cgroup/memory.max", "Slurm granted 96.000 GiB", "--memo-alpha 0.25 fits"):
+    for part in ("need 12.500 GiB", "one of 8 on its node", "there are 9.500 GiB", "/sys/fs/cgroup/memory.max", "Slurm granted 96.000 GiB", "--memo-alpha 0.25 fits"):
         assert part in str(error)
 
 
