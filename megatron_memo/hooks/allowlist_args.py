@@ -83,11 +83,10 @@ ARGUMENT_RULES: Dict[str, Refused] = {
     "sft": refused("--sft", _UNPACKED),
     "dataloader_inter_document_masking": refused("--dataloader-inter-document-masking", _UNPACKED),
     "reset_attention_mask": refused("--reset-attention-mask", _UNPACKED),
-    "reset_position_ids": refused("--reset-position-ids", _UNPACKED),
     "perform_rl_step": refused("--perform-rl-step", NO_MEMO),
     # model
     "position_embedding_type": refused(
-        "--position-embedding-type", "Set one of these, or train without --memo.", "learned_absolute", "rope", "none"),
+        "--position-embedding-type", "Set one of these, or train without --memo.", "learned_absolute", "rope", "yarn", "none"),
     "spec": refused("--spec", _DENSE_GPT, None),
     "hybrid_layer_pattern": refused("--hybrid-layer-pattern", _DENSE_GPT, None),
     "hybrid_override_pattern": refused("--hybrid-override-pattern", _DENSE_GPT, None),

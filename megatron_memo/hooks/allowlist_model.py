@@ -16,7 +16,7 @@ _SUPPORTED = supported(
     # random numbers: recomputed tiles draw theirs again (COMBINATIONS in allowlist_args refuses what cannot)
     "hidden_dropout attention_dropout use_te_rng_tracker "
     # the layer's shape
-    "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels "
+    "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels attention_output_gate "
     # parallelism, numbers, gradients
     "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion "
     "disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache "
@@ -24,7 +24,7 @@ _SUPPORTED = supported(
     "layernorm_epsilon layernorm_zero_centered_gamma persist_layer_norm qk_layernorm qk_l2_norm add_bias_linear add_qkv_bias "
     "gated_linear_unit activation_func glu_linear_offset activation_func_clamp_value bias_activation_fusion bias_dropout_fusion "
     # positions: the frequencies come from outside, their rows are cut by tile
-    "rotary_interleaved apply_rope_fusion "
+    "rotary_interleaved apply_rope_fusion no_rope_freq "
     # inside core attention
     "attention_backend flash_attention_version softmax_scale attention_softmax_in_fp32 masked_softmax_fusion"
 )
@@ -123,13 +123,6 @@ _GATED = merged(
 )
 
 
-def _groups_fit(value: Any, owner: Any) -> bool:
-    # On the command line the number counts only with --group-query-attention.
-    if value is None or getattr(owner, "group_query_attention", True) is False:
-        return True
-    return value >= getattr(owner, "tensor_model_parallel_size", 1)
-
-
 def _one_shard_a_rank(value: Any, owner: Any) -> bool:
     return value is None or value == getattr(owner, "tensor_model_parallel_size", 1)
 
@@ -149,17 +142,12 @@ _REFUSED: Dict[str, Refused] = {
     "gtp_weight_remat_size": refused("--tensor-parallel-num-weight-shards", NO_MEMO, 1),
     "variable_seq_lengths": refused("", "Pad all samples to one length: host memory is sized for it before the first step."),
     # attention
-    "num_query_groups": Refused(
-        "--num-query-groups", "Lower --tensor-model-parallel-size: with fewer groups than ranks keys and values are gathered.",
-        "at least the tensor-parallel size", _groups_fit),
     "softmax_type": refused("--softmax-type", NO_MEMO, "vanilla"),
     "window_size": refused("--window-size", "Use full causal attention.", None),
     "apply_query_key_layer_scaling": refused("--apply-query-key-layer-scaling", NO_MEMO),
     "qk_clip": refused("--qk-clip", NO_MEMO),
     "log_max_attention_logit": refused("--log-max-attention-logit", NO_MEMO),
-    "attention_output_gate": refused("--attention-output-gate", NO_MEMO),
     "multi_latent_attention": refused("--multi-latent-attention", "Use multi-head or grouped-query attention."),
-    "no_rope_freq": refused("--no-rope-freq", "Use the same positions in all layers.", None),
     "fused_single_qkv_rope": refused("", "Set it to False: q, k and v of a tile are made apart."),
     "experimental_attention_variant": refused("--experimental-attention-variant", NO_MEMO, None),
     "linear_attention_freq": refused("--linear-attention-freq", NO_MEMO, None),

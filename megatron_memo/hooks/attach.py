@@ -21,7 +21,7 @@ from ..tiles.layer import TiledLayer, run
 from ..tiles.layer_pass import Chain, PassBytes
 from . import random_state
 from .host_share import Measured, host_buffer
-from .segments import Attend, LayerCall, MegatronSegments, read_call
+from .segments import Attend, LayerCall, MegatronSegments, read_call, rotates
 
 # Smaller storages are not worth a copy on a GPU. On a CPU everything is swapped, so that small models show every path.
 _CUDA_MIN_BYTES = 1 << 16
@@ -141,10 +141,10 @@ def measure(tile: TiledLayer, x: Tensor, call: LayerCall) -> Measured:
 
 
 def signature(layer: Any) -> Tuple[Any, ...]:
-    """What makes two layers alike: their modules and the shapes and types of their parameters."""
+    """What makes two layers alike: their modules, the shapes and types of their parameters, and whether they rotate q and k."""
     modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, parameters
+    return modules, parameters, rotates(layer)
 
 
 def attach(layers: Sequence[Any], config: MemoConfig, x: Tensor, call: LayerCall, **options: Any) -> Session:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, ContextManager, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from torch.nn.modules import module as global_hooks
@@ -19,6 +20,7 @@ from ..errors import UnsupportedError
 from ..swap.executor import storage_key
 from ..tiles.grid import Grid
 from . import random_state as rng
+from .gate import gated
 from .graph_only import without_output
 from .rope import rotate
 
@@ -68,6 +70,12 @@ def _waits_for_parameters(hook: Callable[..., Any], module: Any) -> bool:
     return of_data_parallelism and next(module.parameters(recurse=False), None) is None
 
 
+def rotates(layer: Any) -> bool:
+    """Whether ``layer`` turns its q and k where the model has rotary positions: with --no-rope-freq some layers do not."""
+    without = getattr(layer.config, "no_rope_freq", None)
+    return not (without and without[layer.self_attention.layer_number - 1])
+
+
 class MegatronSegments:
     """The :class:`~megatron_memo.tiles.layer_pass.Segments` of one TransformerLayer.
 
@@ -86,6 +94,7 @@ class MegatronSegments:
         if getattr(config, "use_te_rng_tracker", False) and (config.hidden_dropout > 0 or config.attention_dropout > 0):
             raise UnsupportedError("--memo: dropout with TransformerEngine's random number tracker is not supported. Leave out --te-rng-tracker.")
         self._layer, self._attend = layer, attend
+        self._gated = bool(getattr(config, "attention_output_gate", False))
         self.shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._untouched: FrozenSet[int] = frozenset()
         self._transformer_engine = [module for module in layer.modules() if hasattr(module, "is_first_microbatch")]
@@ -146,17 +155,22 @@ class MegatronSegments:
                 "--memo: this layer's input norm returns (output, residual); tiled layers expect the output alone. "
                 "Switch the fused residual norm off, or train without --memo."
             )
-        q, k, v = attention.get_query_key_value_tensors(normed, None)
-        if call.rope is not None:
+        gate = {"output_gate": True} if self._gated else {}
+        q, k, *rest = attention.get_query_key_value_tensors(normed, None, **gate)
+        if call.rope is not None and rotates(layer):
             q, k = rotate(q, k, self._apply_rope, call.rope, grid, start, stop)
-        return q, k, v
+        return [q, k, *rest]
 
     def _apply_rope(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        attention = self._layer.self_attention
-        scale = getattr(attention, "_yarn_concentration_factor", 1.0)
-        return apply_rotary_pos_emb(tensor, rows, config=self._layer.config, mscale=scale)
+        config = self._layer.config
+        return apply_rotary_pos_emb(tensor, rows, config=config, mscale=_yarn_get_concentration_factor_from_config(config))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
+    def attention(self, projected: Sequence[Tensor], call: LayerCall) -> Tensor:
+        q, k, v, *gate = projected
+        o = self._core_attention(q, k, v, call)
+        return gated(self._layer.self_attention._apply_output_gate, o, gate[0]) if gate else o
+
+    def _core_attention(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         if self._attend is not None:
             if call.attention_mask is not None:
                 raise UnsupportedError(

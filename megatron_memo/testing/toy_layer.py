@@ -28,7 +28,7 @@ class ToyLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         grid = Grid(x.shape[0])
-        return self.out(self.attention(*self.qkv(x, None, grid, 0, x.shape[0]), None), x, None)
+        return self.out(self.attention(self.qkv(x, None, grid, 0, x.shape[0]), None), x, None)
 
     # Segments
 
@@ -47,7 +47,8 @@ class ToyLayer(nn.Module):
         mixed = self.linear_qkv(self.norm_in(x))
         return [part.reshape(*x.shape[:2], self.heads, -1).contiguous() for part in mixed.chunk(3, dim=-1)]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+    def attention(self, projected: Sequence[Tensor], call: Any) -> Tensor:
+        q, k, v = projected
         scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
         future = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)

@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..policy.tiles import Action, LayerPolicy
 from .gradients import GradientSum
 from .grid import Grid
-from .layer_pass import LayerPass, Recorded, Segments, TiledLayer
+from .layer_pass import PROJECTED, LayerPass, Recorded, Segments, TiledLayer
 from .saved import anchor, compact
 
 __all__ = ["LayerPolicy", "Segments", "TiledLayer", "run"]
@@ -71,7 +71,7 @@ def _forward_attention(state: LayerPass) -> None:
             recorded, outputs = _record_tile(
                 state, tile.action, [rows], {"x": x}, lambda r: _with_residual(segments.qkv(r, call, grid, tile.start, tile.stop), r)
             )
-            qkv = compact(outputs[:3])
+            qkv = compact(outputs[:-1])
             outputs = None
             recorded.handles = [recorded.group.add(tensor) for tensor in qkv]
             state.dispatch(recorded)
@@ -81,8 +81,8 @@ def _forward_attention(state: LayerPass) -> None:
         full = _into_full(full, qkv, grid, tile.start, tile.stop)
     full = compact(full)
     if state.record:
-        known = dict(zip("qkv", full))
-        recorded, (o,) = _record_tile(state, state.io_action, full, known, lambda q, k, v: segments.attention(q, k, v, call))
+        known = dict(zip(PROJECTED, full))
+        recorded, (o,) = _record_tile(state, state.io_action, full, known, lambda *projected: segments.attention(projected, call))
         recorded.handles = [recorded.group.add(o)]
         state.attention = recorded
         full = qkv = known = None
@@ -90,12 +90,12 @@ def _forward_attention(state: LayerPass) -> None:
         state.layer.executor.settle()
         state.dispatch(recorded)
     else:
-        o = segments.attention(*full, call)
+        o = segments.attention(full, call)
     state.names.tensors["o"] = o.detach()
 
 
 def _with_residual(qkv: Sequence[Tensor], x: Tensor) -> List[Tensor]:
-    """q, k, v and x itself, as the residual path takes it.
+    """q, k, v (and a gate) and x itself, as the residual path takes it.
 
     The residual's gradient then meets the norm's where it does in stock Megatron: first, and one addition at a time. A norm of several
     operations sums its own parts in another order otherwise, and the last bit of dx with it.
@@ -234,7 +234,7 @@ def _backward_attention(state: LayerPass) -> Tuple[Tensor, List[Optional[Tensor]
     do, state.do = state.do, None
     d_full = list(grad(attention.outputs, attention.inputs, [do]))
     do = None
-    for name in ("q", "k", "v", "o"):
+    for name in (*PROJECTED[: len(d_full)], "o"):
         del names.tensors[name]
     state.finish(attention)
     attention = None
@@ -275,7 +275,7 @@ def _rebuild_qkv(state: LayerPass) -> List[Recorded]:
             with torch.enable_grad():
                 outputs = _with_residual(segments.qkv(x_rows, call, grid, tile.start, tile.stop), x_rows)
             recorded = Recorded(None, Action.RECOMPUTE, [get_gradient_edge(x_rows)], [get_gradient_edge(t) for t in outputs])
-            rows = [tensor.detach() for tensor in outputs[:3]]
+            rows = [tensor.detach() for tensor in outputs[:-1]]
             if grid.whole(tile.start, tile.stop):
                 rows = compact(rows)
             x_rows = outputs = None
@@ -283,6 +283,6 @@ def _rebuild_qkv(state: LayerPass) -> List[Recorded]:
         full = _into_full(full, rows, grid, tile.start, tile.stop)
         rows = recorded = None
     state.qkv_tiles.clear()
-    for name, tensor in zip("qkv", full):
+    for name, tensor in zip(PROJECTED, full):
         names.tensors[name] = tensor
     return graphs

@@ -15,6 +15,10 @@ from .grid import Grid
 from .saved import Names, saving_into
 
 
+# What the qkv segment makes of x and attention takes: names of the whole-sequence tensors. Not every layer has a gate.
+PROJECTED = ("q", "k", "v", "gate")
+
+
 class Segments(Protocol):
     """A layer's three segments. qkv and out are token-local: any rows can be run alone.
 
@@ -31,10 +35,10 @@ class Segments(Protocol):
         """Called once before a pass."""
 
     def qkv(self, x: Tensor, call: Any, grid: Grid, start: int, stop: int) -> Sequence[Tensor]:
-        """x rows [stop - start, b, h] to rows of q, k, v [shards * (stop - start), b, heads, d]."""
+        """x rows [stop - start, b, h] to rows of PROJECTED, or its first three, [shards * (stop - start), b, heads, d]."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
-        """Whole-sequence q, k, v to o [shards * s, b, heads * d]."""
+    def attention(self, projected: Sequence[Tensor], call: Any) -> Tensor:
+        """Whole-sequence tensors, as ``qkv`` makes them, to o [shards * s, b, heads * d]."""
 
     def out(self, o: Tensor, x: Tensor, call: Any) -> Tensor:
         """Rows of o and x to rows of y [stop - start, b, h]."""

@@ -22,6 +22,10 @@ from megatron_memo import cpu
 
 WORLD = int(os.environ["WORLD_SIZE"])
 SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS = 32, 64, 32, 8, 3
+YARN = dict(
+    rotary_scaling_factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,
+    correction_range_round_to_int=True,
+)
 
 
 def stand_in_for_the_fused_kernel() -> None:
@@ -61,7 +65,9 @@ def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParal
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        num_query_groups=4 if case.groups == "gqa" else None,
+        num_query_groups={"mha": None, "gqa": 4, "one group": 1}[case.groups],
+        attention_output_gate=case.gate,
+        no_rope_freq=[0, 1, 0] if case.position == "rope in some layers" else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         hidden_dropout=0.1 if case.dropout in ("hidden", "both") else 0.0,
@@ -83,12 +89,16 @@ def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParal
         persist_layer_norm=False,
     )
     assert not allowlist.check_config(config), allowlist.check_config(config)
+    if case.position == "yarn":  # Megatron's command line sets these
+        for name, value in YARN.items():
+            setattr(config, f"yarn_{name}", value)
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(qk_layernorm=case.qk_norm, normalization=case.norm),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        position_embedding_type=case.position,
+        position_embedding_type=case.position.split(" ")[0],
+        rope_scaling=case.position == "rope scaled",
         share_embeddings_and_output_weights=case.tied,
         parallel_output=True,
     ).to(dtype)
@@ -196,8 +206,8 @@ def one_tile_cases():
     seen = {}
     for case in CASES:
         changed = Case(**{**case.__dict__, "policy": "1 tile swapped", "fused": False})
-        seen.setdefault((changed.norm, changed.activation, changed.position, changed.groups), changed)
-    return list(seen.values())[:8]
+        seen.setdefault((changed.norm, changed.activation, changed.position, changed.groups, changed.gate), changed)
+    return list(seen.values())[:10]
 
 
 def main(path: str) -> None:
