@@ -149,12 +149,14 @@ _NAMES: Tuple[Tuple[Any, str, Any], ...] = (
 
 
 class _OnCpu(TorchFunctionMode):
-    """device="cuda" means the CPU."""
+    """device="cuda" means the CPU, and there is nothing to pin memory for."""
 
     def __torch_function__(self, function: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         if any(isinstance(arg, (str, torch.device)) and str(arg).startswith("cuda") for arg in args):
             args = tuple("cpu" if isinstance(arg, (str, torch.device)) and str(arg).startswith("cuda") else arg for arg in args)
         return function(*args, **kwargs)

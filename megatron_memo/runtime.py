@@ -97,7 +97,7 @@ class Runtime:
         with capture.unsynchronised(chunks), random_state.preserved():
             attend = start.checked_attention(first_layer, self.config, args, device)
             checked = start.check_layers(models, args, device, attend)
-            tokens, micro_batch = args.seq_length, args.micro_batch_size
+            tokens, micro_batch = start.tokens_of_rank(args), args.micro_batch_size
             parts = [
                 attach.Chunk(capture.layers_of(m), *capture.first_call(m, tokens, micro_batch, device), not m.pre_process, m.post_process)
                 for m in models

@@ -99,6 +99,11 @@ def tolerance_of(dtype: torch.dtype, device: torch.device) -> Tolerance:
     return Tolerance(64 * epsilon, 256 * epsilon)
 
 
+def small_rows(device: torch.device) -> int:
+    """Rows of the small check: five of a kernel's usual blocks on a GPU."""
+    return _SMALL_ROWS.get(device.type, _SMALL_ROWS["cpu"])
+
+
 def check_small(
     attend: Attend, *, batch: int, heads: int, groups: int, head_dim: int, dtype: torch.dtype, device: Union[torch.device, str],
     scale: Optional[float] = None, seq: Optional[int] = None, tolerance: Optional[Tolerance] = None,
@@ -184,7 +189,7 @@ def _case(seq, batch, heads, groups, head_dim, dtype, device, scale) -> Case:
             f"attention check: expected a head count that the group count divides, found {heads} heads, {groups} groups, batch {batch}, "
             f"{head_dim} elements a head."
         )
-    seq = seq if seq is not None else _SMALL_ROWS.get(device.type, _SMALL_ROWS["cpu"])
+    seq = seq if seq is not None else small_rows(device)
     return Case(seq, batch, heads, groups, head_dim, dtype, device, scale if scale is not None else head_dim**-0.5)
 
 

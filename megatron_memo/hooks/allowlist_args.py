@@ -176,10 +176,22 @@ def _random_numbers(args: Any) -> Optional[Refusal]:
     return Refusal("te_rng_tracker", "--te-rng-tracker", found, "False", "Leave it out, or set both to 0.")
 
 
+def _cut_sequences(args: Any) -> Optional[Refusal]:
+    """The kernels that are called directly see one rank's rows alone."""
+    ranks, attention = getattr(args, "context_parallel_size", 1), getattr(args, "memo_attention", "host")
+    if ranks <= 1 or attention == "host":
+        return None
+    return Refusal(
+        "context_parallel_size", "--context-parallel-size", f"{ranks} with --memo-attention {attention}", "1",
+        "Take --memo-attention host: TransformerEngine's attention exchanges keys and values.",
+    )
+
+
 COMBINATIONS: Tuple[Callable[[Any], Optional[Refusal]], ...] = (
     _attention_mask,
     _sums_of_tiles,
     _determinism,
     _attention_dropout,
     _random_numbers,
+    _cut_sequences,
 )

@@ -8,7 +8,7 @@ refused otherwise. In doubt it is refused.
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any, Dict, Sequence
 
 from .allowlist_rules import NO_MEMO, Refused, gated, irrelevant, merged, refused, supported
 
@@ -18,7 +18,7 @@ _SUPPORTED = supported(
     # the layer's shape
     "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels attention_output_gate "
     # parallelism, numbers, gradients
-    "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion "
+    "tensor_model_parallel_size sequence_parallel context_parallel_size pipeline_model_parallel_size fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion "
     "disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache "
     # norms, biases, MLP: modules of Megatron that see tokens one by one
     "layernorm_epsilon layernorm_zero_centered_gamma persist_layer_norm qk_layernorm qk_l2_norm add_bias_linear add_qkv_bias "
@@ -55,7 +55,6 @@ _GATED = merged(
             "account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend pipeline_dtype overlap_p2p_comm batch_p2p_comm batch_p2p_sync "
             "use_ring_exchange_p2p deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage",
         ),
-        gated("context_parallel_size", "cp_comm_type hierarchical_context_parallel_sizes"),
         gated("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
         irrelevant("when gradients are reduced and parameters gathered; the layers' modules run the hooks that do it", "grad_sync_func param_sync_func"),
         gated("mtp_num_layers", "mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hybrid_override_pattern mtp_standalone "
@@ -123,6 +122,14 @@ _GATED = merged(
 )
 
 
+_CUT_BY = {"p2p", "a2a", "all_gather", "allgather"}
+
+
+def _listed(value: Any) -> Sequence[str]:
+    """One kind of communication for all layers, or one a layer."""
+    return () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+
+
 def _one_shard_a_rank(value: Any, owner: Any) -> bool:
     return value is None or value == getattr(owner, "tensor_model_parallel_size", 1)
 
@@ -134,7 +141,9 @@ _PRECISION = "Train in bf16, fp16 or fp32."
 
 _REFUSED: Dict[str, Refused] = {
     # parallelism
-    "context_parallel_size": refused("--context-parallel-size", "Set --context-parallel-size 1; use tensor parallelism with --sequence-parallel.", 1),
+    "cp_comm_type": Refused(
+        "--cp-comm-type", "Set p2p, a2a or all_gather.", "p2p, a2a, all_gather", lambda value, owner: set(_listed(value)) <= _CUT_BY),
+    "hierarchical_context_parallel_sizes": refused("--hierarchical-context-parallel-sizes", "Leave it out: it is for --cp-comm-type a2a+p2p.", None),
     "hybrid_context_parallel": refused("--hybrid-context-parallel", NO_MEMO),
     "expert_model_parallel_size": refused("--expert-model-parallel-size", _DENSE, 1),
     "tensor_parallel_num_weight_shards": Refused(

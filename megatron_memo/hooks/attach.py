@@ -141,10 +141,11 @@ def measure(tile: TiledLayer, x: Tensor, call: LayerCall) -> Measured:
 
 
 def signature(layer: Any) -> Tuple[Any, ...]:
-    """What makes two layers alike: their modules, the shapes and types of their parameters, and whether they rotate q and k."""
+    """What makes two layers alike: their modules, the shapes and types of their parameters, and whether they rotate q and k, and how they
+    exchange what context parallelism has cut."""
     modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return modules, parameters, rotates(layer)
+    return modules, parameters, rotates(layer), getattr(layer.self_attention.core_attention, "cp_comm_type", None)
 
 
 def attach(layers: Sequence[Any], config: MemoConfig, x: Tensor, call: LayerCall, **options: Any) -> Session:

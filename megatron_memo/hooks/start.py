@@ -9,7 +9,7 @@ from typing import Any, Iterator, List, Optional, Sequence
 import torch
 from megatron.core import parallel_state
 
-from ..attention import backends, check
+from ..attention import backends, check, context
 from ..config import MemoConfig
 from ..errors import UnsupportedError
 from ..swap.schedule import Schedule
@@ -17,6 +17,7 @@ from . import capture
 from .attach import Session, signature
 from .segments import Attend
 from .self_check import self_check
+from .training import print_once
 
 GIB = 1 << 30
 
@@ -41,9 +42,17 @@ def checked_attention(layer: Any, config: MemoConfig, args: Any, device: torch.d
         dtype=layer.config.params_dtype,
         device=device,
     )
-    check.require(check.check_small(tried, scale=scale, **shape), description)
-    if args.seq_length * args.micro_batch_size * shape["heads"] * shape["head_dim"] > 1 << 31:
-        check.require(check.check_long(tried, seq=args.seq_length, scale=scale, description=description, **shape), description)
+    ranks = args.context_parallel_size
+    rows = None
+    if ranks > 1:
+        tried = context.whole_sequence(tried, parallel_state.get_context_parallel_group())
+        rows = 2 * ranks * math.ceil(check.small_rows(device) / (2 * ranks))
+    check.require(check.check_small(tried, scale=scale, seq=rows, **shape), description)
+    if args.seq_length // ranks * args.micro_batch_size * shape["heads"] * shape["head_dim"] > 1 << 31:
+        if ranks > 1:
+            print_once("--memo: with context parallelism attention is checked on a short sequence alone, not at full length.")
+        else:
+            check.require(check.check_long(tried, seq=args.seq_length, scale=scale, description=description, **shape), description)
     return attend
 
 
@@ -83,7 +92,7 @@ def _not_training(module: torch.nn.Module) -> Iterator[None]:
 def check_layers(models: Sequence[Any], args: Any, device: torch.device, attend: Optional[Attend]) -> List[str]:
     """Runs the self-check on one layer of each kind of all model chunks; returns a line on each."""
     shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    tokens = min(args.seq_length, 16 * shards if device.type == "cpu" else max(256, 16 * shards))
+    tokens = min(tokens_of_rank(args), 16 * shards if device.type == "cpu" else max(256, 16 * shards))
     lines, seen = [], set()
     for model in models:
         x, call = capture.first_call(model, tokens, args.micro_batch_size, device)
@@ -93,6 +102,11 @@ def check_layers(models: Sequence[Any], args: Any, device: torch.device, attend:
                 found = self_check(layer, x, call, attend)
                 lines.append("; ".join(f"{n}: largest difference {d.relative:.1e} of {d.allowed:.1e} allowed ({d.tensor})" for n, d in found))
     return lines
+
+
+def tokens_of_rank(args: Any) -> int:
+    """Tokens of a sample that this rank's tensor-parallel group holds: context parallelism cuts the sequence."""
+    return args.seq_length // args.context_parallel_size
 
 
 def schedule_of(models: Sequence[Any], args: Any) -> Schedule:

@@ -9,21 +9,25 @@ from gradient_cases import pairwise
 
 
 class Layout(NamedTuple):
-    """Sizes of tensor (with sequence), pipeline and data parallelism, and model chunks a rank."""
+    """Sizes of tensor (with sequence), pipeline, data and context parallelism, and model chunks a rank."""
 
     tensor: int = 1
     stages: int = 1
     chunks: int = 1
     data: int = 1
+    context: int = 1
 
     @property
     def world(self) -> int:
-        return self.tensor * self.stages * self.data
+        return self.tensor * self.stages * self.data * self.context
 
 
 LAYOUTS: Dict[int, List[Layout]] = {
-    2: [Layout(stages=2), Layout(stages=2, chunks=2), Layout(data=2)],
-    4: [Layout(stages=4), Layout(tensor=2, stages=2), Layout(stages=2, chunks=2, data=2), Layout(tensor=2, data=2), Layout(tensor=2, stages=2, chunks=2)],
+    2: [Layout(stages=2), Layout(stages=2, chunks=2), Layout(data=2), Layout(context=2)],
+    4: [
+        Layout(stages=4), Layout(tensor=2, stages=2), Layout(stages=2, chunks=2, data=2), Layout(tensor=2, data=2), Layout(tensor=2, stages=2, chunks=2), Layout(tensor=2, context=2),
+        Layout(stages=2, context=2), Layout(data=2, context=2), Layout(context=4),
+    ],
 }
 FEATURES: Dict[str, tuple] = {
     "reduction": ("plain", "distributed optimizer", "overlapped gradients", "overlapped gradients and parameters"),

@@ -5,6 +5,7 @@ Writes one JSON line a case to the file named by the first argument.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -28,9 +29,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gradient_cases import POLICIES
 from megatron_memo.config import MemoConfig
-from megatron_memo.hooks import allowlist, attach, capture
+from megatron_memo.hooks import allowlist, attach, capture, start
 from megatron_memo.hooks import random_state as rng
 from megatron_memo.swap.schedule import Schedule
+from gathered_attention import GatheredAttention
+from megatron_memo.attention.context import rows_of
 from parallel_cases import CASES, Case, Layout
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS, MICRO_BATCH = 16, 64, 32, 8, 8, 2
@@ -42,7 +45,15 @@ def lay_out(layout: Layout) -> None:
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        context_parallel_size=layout.context,
     )
+
+
+def spec(layout: Layout):
+    found = get_gpt_layer_local_spec()
+    if layout.context > 1:
+        found.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return found
 
 
 def build(case: Case) -> list:
@@ -61,6 +72,7 @@ def build(case: Case) -> list:
         sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.stages,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        context_parallel_size=layout.context,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=case.fused,
         use_cpu_initialization=True,
@@ -84,7 +96,7 @@ def build(case: Case) -> list:
         stage = index if layout.chunks > 1 else None
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            spec(layout),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -103,15 +115,21 @@ def build(case: Case) -> list:
 
 
 def batches(case: Case):
-    """Micro-batches of this data-parallel rank; every stage gets the same ones."""
+    """Micro-batches of this data-parallel rank: ids, labels and positions [b, s] of its rows. Every stage gets the same ones."""
+    rows = own_rows()
     generator = torch.Generator().manual_seed(7 + parallel_state.get_data_parallel_rank())
     for _ in range(case.micro_batches):
-        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+        yield ids[:, rows], ids.roll(-1, 1)[:, rows], rows.expand(MICRO_BATCH, -1)
+
+
+def own_rows() -> torch.Tensor:
+    return rows_of(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(), SEQUENCE)
 
 
 def forward_step(data, model):
-    ids = next(data)
-    output = model(ids, torch.arange(SEQUENCE).expand_as(ids), None, labels=ids.roll(-1, 1))
+    ids, labels, positions = next(data)
+    output = model(ids, positions, None, labels=labels)
     return output, lambda losses: (losses.double().mean(), {"loss": losses.detach().double().mean()})
 
 
@@ -134,14 +152,27 @@ def tiled(chunks: list, case: Case) -> attach.Session:
     alpha, keep, tiles = POLICIES[case.policy]
     config = MemoConfig(enabled=True, alpha=alpha, keep=keep, tiles=tiles, keep_layers=case.keep_layers, cpu=True, host_gib=1.0)
     layout = case.layout
+    tokens = SEQUENCE // layout.context
     with capture.unsynchronised(chunks):
         models = [capture.unwrapped(chunk) for chunk in chunks]
         parts = [
-            attach.Chunk(capture.layers_of(m), *capture.first_call(m, SEQUENCE, MICRO_BATCH, torch.device("cpu")), not m.pre_process, m.post_process)
+            attach.Chunk(capture.layers_of(m), *capture.first_call(m, tokens, MICRO_BATCH, torch.device("cpu")), not m.pre_process, m.post_process)
             for m in models
         ]
         stage = parallel_state.get_pipeline_model_parallel_rank()
         return attach.attach_chunks(parts, config, schedule=Schedule(layout.stages, stage, layout.chunks, case.micro_batches))
+
+
+def check_start(chunks: list, case: Case) -> list:
+    """What a run checks before its first step, with a sequence that is cut: the attention, and one layer against stock."""
+    args = argparse.Namespace(
+        seq_length=SEQUENCE, context_parallel_size=case.layout.context, micro_batch_size=MICRO_BATCH, tensor_model_parallel_size=case.layout.tensor,
+        sequence_parallel=case.layout.tensor > 1,
+    )
+    with capture.unsynchronised(chunks):
+        models = [capture.unwrapped(chunk) for chunk in chunks]
+        start.checked_attention(capture.layers_of(models[0])[0], MemoConfig(enabled=True, cpu=True), args, torch.device("cpu"))
+        return start.check_layers(models, args, torch.device("cpu"), None)
 
 
 def compare(case: Case) -> dict:
@@ -154,6 +185,7 @@ def compare(case: Case) -> dict:
             tile.policy = AllKept(**asdict(tile.policy))
         losses, stock, random = gradients(chunks, case)
         session.detach()
+    checked = check_start(chunks, case) if case.layout.context > 1 else None
     session = tiled(chunks, case)
     memo_losses, memo, memo_random = gradients(chunks, case)
     report = session.report()
@@ -166,6 +198,7 @@ def compare(case: Case) -> dict:
         "worst": relative[worst],
         "parameter": worst,
         "losses": differs,
+        "checked": checked,
         "same_random_numbers_next": random.equals(memo_random),
         "swapped_bytes": report["swapped_bytes"],
         **{key: report[key] for key in ("passes_in_flight", "host_slab_bytes", "host_peak_bytes")},

@@ -48,13 +48,14 @@ def test_float64_gradients_and_losses_equal_stock_megatrons(found):
             # A fused kernel sums into float32.
             assert rank["worst"] < (1e-6 if case.fused else 1e-12) and rank["losses"] < 1e-12, (case.name, rank)
             assert rank["same_random_numbers_next"], case.name
+            assert bool(rank["checked"]) == (case.layout.context > 1)
 
 
 def test_the_host_slab_holds_the_passes_in_flight_and_a_plain_stage_uses_all_of_it(found):
     world, lines = found
     for case in CASES[world]:
         for rank, line in enumerate(lines[case.name]):
-            stage = rank // (case.layout.tensor * case.layout.data)
+            stage = rank // (case.layout.tensor * case.layout.context * case.layout.data)
             if case.layout.chunks == 1:
                 assert line["passes_in_flight"] == min(case.layout.stages - stage, case.micro_batches)
                 assert line["host_peak_bytes"] == line["host_slab_bytes"] == line["passes_in_flight"] * line["swapped_bytes"]
