@@ -27,6 +27,7 @@ class MemoConfig:
         attention: "host" (Megatron's own core attention), "fa4" (FlashAttention-4 called directly) or "sdpa" (torch's).
         cpu: train with no GPU.
         report_dir: directory of report.rankN.json, or None.
+        allow_untested: train also with what has not been shown right on its own kernels.
     """
 
     enabled: bool = False
@@ -38,6 +39,7 @@ class MemoConfig:
     attention: str = "host"
     cpu: bool = False
     report_dir: Optional[str] = None
+    allow_untested: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for the first value that is out of range."""

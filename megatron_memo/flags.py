@@ -19,6 +19,7 @@ _FIELDS = {
     "memo_attention": "attention",
     "memo_cpu": "cpu",
     "memo_report": "report_dir",
+    "memo_allow_untested": "allow_untested",
 }
 
 
@@ -51,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument("--memo-cpu", action="store_true", help="Train with no GPU. Alone: stock Megatron on the CPU.")
     group.add_argument("--memo-report", default=None, metavar="DIR", help="Write DIR/report.rankN.json.")
+    group.add_argument(
+        "--memo-allow-untested", action="store_true",
+        help="Train also with what is built but has not been shown right on its own kernels. The self-check before the first step still decides.",
+    )
     return parser
 
 

@@ -1,6 +1,7 @@
 """Whole runs of pretrain_gpt.py on real text, stock against --memo, with no GPU."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,41 @@ def test_twenty_steps_in_float32_have_stocks_losses(corpus, tmp_path):
 def test_tensor_and_sequence_parallel_ranks_have_stocks_losses(corpus):
     parallel = "--tensor-model-parallel-size 2 --sequence-parallel"
     assert_same_curve(train(corpus, parallel, world=2), train(corpus, f"{parallel} {MEMO}", world=2))
+
+
+PARALLEL = {
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "interleaved pipeline": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_two_ranks_have_stocks_losses(corpus, layout):
+    flags = f"{PARALLEL[layout]} --global-batch-size 8"
+    assert_same_curve(train(corpus, flags, world=2), train(corpus, f"{flags} {MEMO}", world=2))
+
+
+AROUND = {
+    "growing batch": "--rampup-batch-size 2 2 40 --train-samples 80 --global-batch-size 8",
+    "clipping, counting, checking": "--clip-grad 0.1 --log-num-zeros-in-grad --log-params-norm --log-throughput --rerun-mode validate_results",
+}
+
+
+@pytest.mark.parametrize("what", AROUND)
+def test_what_acts_around_the_layers_has_stocks_losses(corpus, what):
+    flags = AROUND[what]
+    stock, memo = train(corpus, flags), train(corpus, f"{flags} {MEMO}")
+    assert len(stock[0]) == len(memo[0]) >= 10
+    assert stock[0] == pytest.approx(memo[0], rel=1e-5) and stock[1] == pytest.approx(memo[1], rel=1e-5)
+
+
+def test_a_step_that_fp16_skips_is_skipped_with_memo_too(corpus):
+    flags = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --accumulate-allreduce-grads-in-fp32"
+    (stock, _, output), (memo, _, memo_output) = train(corpus, flags), train(corpus, f"{flags} {MEMO}")
+    skipped, memo_skipped = ([int(n) for n in re.findall(r"number of skipped iterations: +(\d+)", text)] for text in (output, memo_output))
+    assert skipped == memo_skipped and sum(skipped[:3]) >= 1 and not any(skipped[3:])
+    assert stock == pytest.approx(memo, abs=0.02)
 
 
 def test_with_dropout_one_tile_has_stocks_losses_to_the_last_digit(corpus):

@@ -35,7 +35,8 @@ def train(corpus, flags, world=1, expect=0):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     start = [sys.executable] if world == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-    command = [*start, str(ROOT / "pretrain_gpt.py"), *MODEL.split(), "--data-path", str(corpus), *flags.split()]
+    model = MODEL.replace(f"--train-iters {STEPS} ", "") if "--train-samples" in flags else MODEL
+    command = [*start, str(ROOT / "pretrain_gpt.py"), *model.split(), "--data-path", str(corpus), *flags.split()]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     output = run.stdout + run.stderr
     assert (run.returncode == 0) == (expect == 0), output[-4000:]

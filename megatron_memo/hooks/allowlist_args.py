@@ -179,12 +179,19 @@ def _random_numbers(args: Any) -> Optional[Refusal]:
 def _cut_sequences(args: Any) -> Optional[Refusal]:
     """The kernels that are called directly see one rank's rows alone."""
     ranks, attention = getattr(args, "context_parallel_size", 1), getattr(args, "memo_attention", "host")
-    if ranks <= 1 or attention == "host":
+    name, flag = "context_parallel_size", "--context-parallel-size"
+    if ranks <= 1:
         return None
-    return Refusal(
-        "context_parallel_size", "--context-parallel-size", f"{ranks} with --memo-attention {attention}", "1",
-        "Take --memo-attention host: TransformerEngine's attention exchanges keys and values.",
-    )
+    if attention != "host":
+        advice = "Take --memo-attention host: TransformerEngine's attention exchanges keys and values."
+        return Refusal(name, flag, f"{ranks} with --memo-attention {attention}", "1", advice)
+    if not getattr(args, "memo_allow_untested", False):
+        advice = (
+            "It has been shown right with an attention of the tests alone, not with TransformerEngine's on GPUs. "
+            "Use tensor parallelism with --sequence-parallel, or set --memo-allow-untested."
+        )
+        return Refusal(name, flag, f"{ranks}", "1", advice)
+    return None
 
 
 COMBINATIONS: Tuple[Callable[[Any], Optional[Refusal]], ...] = (

@@ -116,6 +116,7 @@ def test_every_flag_that_is_named_exists(megatron):
         types.SimpleNamespace(attention_dropout=0.1, memo_attention="fa4"),
         types.SimpleNamespace(hidden_dropout=0.1, te_rng_tracker=True),
         types.SimpleNamespace(context_parallel_size=2, memo_attention="fa4"),
+        types.SimpleNamespace(context_parallel_size=2),
     ):
         (found,) = check_args(args)
         named |= set(re.findall(r"--[a-z][a-z0-9-]+", str(found)))
@@ -214,7 +215,7 @@ def test_anything_but_a_dataclass_is_an_error():
         "--memo --memo-attention sdpa --deterministic-mode",
         "--hidden-dropout 0.1 --attention-dropout 0.1",
         "--memo-attention sdpa --hidden-dropout 0.1",
-        "--context-parallel-size 2 --cp-comm-type p2p a2a all_gather",
+        "--context-parallel-size 2 --cp-comm-type p2p a2a all_gather --memo-allow-untested",
         "--te-rng-tracker",
     ],
 )
@@ -227,7 +228,8 @@ def test_what_is_supported_passes_on_the_command_line(megatron, line):
     [
         ("--attention-dropout 0.1 --memo-attention fa4", "--attention-dropout"),
         ("--hidden-dropout 0.1 --te-rng-tracker", "--te-rng-tracker"),
-        ("--context-parallel-size 2 --memo-attention fa4", "--context-parallel-size"),
+        ("--context-parallel-size 2 --memo-attention fa4 --memo-allow-untested", "--context-parallel-size"),
+        ("--context-parallel-size 2", "--context-parallel-size"),
         ("--cp-comm-type a2a+p2p", "--cp-comm-type"),
         ("--num-experts 8 --moe-router-topk 1", "--num-experts"),
         ("--optimizer dist_muon", "--optimizer"),
