@@ -16,7 +16,7 @@ def test_every_flag_fills_a_field_and_every_field_has_a_flag():
     values = {"memo_alpha": "0.25", "memo_tiles": "16", "memo_keep": "0.5", "memo_keep_layers": "2", "memo_host_gib": "3.5", "memo_attention": "sdpa", "memo_report": "out"}
     line = [word for dest, option in actions.items() for word in ([option, values[dest]] if dest in values else [option])]
     config = flags.config_from_args(parser.parse_args(line))
-    assert config == MemoConfig(True, 0.25, 16, 0.5, 2, 3.5, "sdpa", True, "out")
+    assert config == MemoConfig(True, 0.25, 16, 0.5, 2, 3.5, "sdpa", True, "out", True)
     assert len(actions) == len(dataclasses.fields(MemoConfig))
 
 

@@ -49,6 +49,7 @@ RULES: Dict[str, Rule] = {
     "attention": rule("errors __init__", torch=True),  # the version, which is part of a stored verdict
     "report": rule("errors", torch=True),
     "testing": rule("tiles swap errors", torch=True),
+    "plan": rule("errors"),
     "hooks": Rule(EVERYTHING_OF_OURS, torch=True, megatron="always"),
     "runtime": Rule(EVERYTHING_OF_OURS, torch=True),
     "cpu": rule("errors", torch=True, megatron="late"),
