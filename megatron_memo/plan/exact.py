@@ -1,41 +1,69 @@
-"""The exact solver: CP-SAT with one AddNoOverlap2D, times fixed and offsets free.
+"""The exact solver: CP-SAT with one AddNoOverlap2D, times fixed and offsets free, asked whether a placement within a capacity exists.
 
-Repeatable with any number of threads: CP-SAT's interleaved search hands its strategies out in batches of fixed size and lets them exchange what they
-found between batches only, and effort is limited in CP-SAT's deterministic time, which counts work. The wall clock is a limit too; where it ends a
-search first, the deadline notes that.
+Several searches run side by side, one thread each, so that all cores work; they differ in how they branch and in their seed, because hard cases
+are easy for some and hopeless for others. The answer is the same with any number of threads: searches are numbered, each is limited by CP-SAT's deterministic time,
+which counts work, and of those that decide the question the one with the lowest number counts, wherever another one was faster. Searches
+with higher numbers are stopped, lower ones are waited for. Then all start again with other seeds and twice the effort. CP-SAT's own
+interleaved search is repeatable too, but waits for the slowest of every batch, found or not: 3 to 10 times slower on hard traces.
+The wall clock limits everything; where it ends a search that might have counted, the deadline notes that.
 """
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from enum import Enum
-from typing import List, NamedTuple, Optional
+from itertools import count
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
-from .boxes import Boxes, Deadline, compressed
+from .boxes import Boxes, Deadline, compressed, load
+from .greedy import orders
 
-# CP-SAT's deterministic seconds a second of deadline. So many that the wall clock usually ends a search, as a user who gave it seconds expects.
-EFFORT_PER_SECOND = 8.0
-_BATCH = 8
+# CP-SAT's deterministic seconds of one search in the first round. A second of the clock is about 0.02 of them with AddNoOverlap2D.
+FIRST_EFFORT = 0.02
+# All searches of a question together, for each second of its deadline.
+EFFORT_PER_SECOND = 0.05
 _LEAST_SECONDS = 0.02
+_LOOK_S = 0.02
 
 
 class Answer(Enum):
-    """What the search says about the question that was put."""
+    """What the search says about the capacity that was asked for."""
 
-    BEST = "proved that no smaller peak exists"
     FOUND = "a placement"
     NONE = "proved that there is none"
     UNKNOWN = "time ran out"
 
 
 class Exact(NamedTuple):
-    """``offsets`` in bytes, where there is a placement; ``bound_bytes``: no peak below it, as far as this search proved."""
+    """``offsets`` in bytes if FOUND; ``bound_bytes``: a peak that no placement can go below, as far as this search proved (0: nothing)."""
 
     answer: Answer
-    offsets: Optional[np.ndarray]
-    bound_bytes: int
+    offsets: Optional[np.ndarray] = None
+    bound_bytes: int = 0
+
+
+class Branching(NamedTuple):
+    """How a search chooses: CP-SAT's name for it, and, where offsets are chosen first, the order that decides between boxes equally low."""
+
+    search: str
+    order: str = ""
+    random: bool = False
+
+
+# Lowest offset first, as greedy.lowest_first does, with backtracking, is what solves most traces at once; which order it needs cannot be told beforehand.
+BRANCHINGS = (
+    Branching("FIXED_SEARCH", "area"),
+    Branching("FIXED_SEARCH", "pressure, life"),
+    Branching("FIXED_SEARCH", "pressure, area"),
+    Branching("FIXED_SEARCH", "size"),
+    Branching("PORTFOLIO_WITH_QUICK_RESTART_SEARCH"),
+    Branching("FIXED_SEARCH", "life", random=True),
+    Branching("AUTOMATIC_SEARCH"),
+    Branching("FIXED_SEARCH", "area", random=True),
+)
 
 
 def cores() -> int:
@@ -43,77 +71,133 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def pairs_alive(boxes: Boxes) -> int:
+    """How many pairs of compressed boxes are alive together: the size of the exact model."""
+    alive = load(Boxes(boxes.lower, boxes.upper, np.ones(len(boxes), np.int64)))
+    born = np.bincount(boxes.lower, minlength=len(alive))
+    # Of `born` boxes at an instant each meets those that were there before, and the others that are born with it.
+    return int((born * (alive - born) + born * (born - 1) // 2).sum())
+
+
 def within(boxes: Boxes, capacity_bytes: int, deadline: Deadline, workers: Optional[int], seed: int) -> Exact:
-    """Asks for any placement whose peak is at most ``capacity_bytes``."""
-    return _solve(boxes, capacity_bytes, None, None, deadline, workers, seed)
-
-
-def smallest(boxes: Boxes, hint: np.ndarray, bound_bytes: int, below_bytes: int, deadline: Deadline, workers: Optional[int], seed: int) -> Exact:
-    """Asks for the smallest peak, known to be at least ``bound_bytes`` and wanted below ``below_bytes``; ``hint`` are offsets to start from."""
-    return _solve(boxes, below_bytes - 1, bound_bytes, hint, deadline, workers, seed)
-
-
-def _solve(
-    boxes: Boxes, capacity_bytes: int, minimise_from_bytes: Optional[int], hint: Optional[np.ndarray], deadline: Deadline, workers: Optional[int], seed: int
-) -> Exact:
-    """One search. With ``minimise_from_bytes`` the peak is made small, no smaller than that; else any placement within the capacity will do."""
-    from ortools.sat.python import cp_model
-
-    seconds = deadline.left_s()
-    known = minimise_from_bytes or 0
-    if seconds < _LEAST_SECONDS:
-        deadline.cut_short = True
-        return Exact(Answer.UNKNOWN, None, known)
+    """Asks for any placement of compressed ``boxes`` whose peak is at most ``capacity_bytes``."""
     # Some best placement is pushed down until each box rests on another one, so every offset is a sum of sizes: a multiple of their common divisor.
     unit = int(np.gcd.reduce(boxes.size))
     height = capacity_bytes // unit
-    times, size = compressed(boxes), (boxes.size // unit).tolist()
-    if max(size) > height:
-        return Exact(Answer.NONE, None, (height + 1) * unit)
-    model = cp_model.CpModel()
-    at = [model.new_int_var(0, height - s, "") for s in size]
-    alive = [model.new_fixed_size_interval_var(int(a), int(b - a), "") for a, b in zip(times.lower, times.upper)]
-    model.add_no_overlap_2d(alive, [model.new_fixed_size_interval_var(y, s, "") for y, s in zip(at, size)])
-    _break_symmetries(model, at, times, size, height if minimise_from_bytes is None else None)
-    top = None
-    if minimise_from_bytes is not None:
-        top = model.new_int_var(-(-minimise_from_bytes // unit), height, "")
-        for y, s in zip(at, size):
-            model.add(y + s <= top)
-        model.add_cumulative(alive, size, top)
-        model.minimize(top)
-    if hint is not None:
-        for y, s, offset in zip(at, size, hint.tolist()):
-            model.add_hint(y, min(offset // unit, height - s))
-    solver = cp_model.CpSolver()
-    parameters = solver.parameters
-    parameters.interleave_search = True
-    parameters.interleave_batch_size = _BATCH
-    parameters.num_workers = workers or cores()
-    parameters.random_seed = seed
-    parameters.max_deterministic_time = EFFORT_PER_SECOND * deadline.seconds
-    parameters.max_time_in_seconds = seconds
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.INFEASIBLE) and solver.wall_time >= seconds:
-        deadline.cut_short = True
-    if status == cp_model.INFEASIBLE:
-        return Exact(Answer.NONE, None, max(known, (height + 1) * unit))
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(Answer.UNKNOWN, None, known)
-    offsets = np.array([solver.value(y) for y in at], np.int64) * unit
-    if top is None:
-        return Exact(Answer.FOUND, offsets, known)
-    proven = max(known, int(np.ceil(solver.best_objective_bound)) * unit)
-    return Exact(Answer.BEST if status == cp_model.OPTIMAL else Answer.FOUND, offsets, proven)
+    if int(load(boxes).max()) > height * unit:
+        return Exact(Answer.NONE, bound_bytes=(height + 1) * unit)
+    problem = _Problem(boxes, boxes.size // unit, height)
+    spent = 0.0
+    with ThreadPoolExecutor(workers or cores()) as pool:
+        for round_ in count():
+            effort = FIRST_EFFORT * 2**round_
+            if spent >= EFFORT_PER_SECOND * deadline.seconds:
+                return Exact(Answer.UNKNOWN)
+            if deadline.left_s() < _LEAST_SECONDS:
+                deadline.cut_short = True
+                return Exact(Answer.UNKNOWN)
+            searches = [_Search(problem, branching, effort, seed + 1000 * round_ + at) for at, branching in enumerate(BRANCHINGS)]
+            winner = _race(searches, pool, deadline)
+            if winner is not None:
+                if winner.offsets is None:
+                    return Exact(Answer.NONE, bound_bytes=(height + 1) * unit)
+                return Exact(Answer.FOUND, winner.offsets * unit)
+            spent += effort * len(searches)
 
 
-def _break_symmetries(model: object, at: List[object], times: Boxes, size: List[int], height: Optional[int]) -> None:
-    """Equal boxes in order of index; and, for a fixed ``height``, the box of largest area in the lower half, since any placement may be turned over."""
-    seen: dict = {}
-    for y, key in zip(at, zip(times.lower.tolist(), times.upper.tolist(), size)):
-        if key in seen:
-            model.add(seen[key] + key[2] <= y)
-        seen[key] = y
-    if height is not None:
-        largest = int(np.argmax((times.upper - times.lower) * np.array(size, float)))
-        model.add(2 * at[largest] + size[largest] <= height)
+def _race(searches: Sequence["_Search"], pool: ThreadPoolExecutor, deadline: Deadline) -> Optional["_Search"]:
+    """Runs all; gives the decided one with the lowest number, or None."""
+    futures: List[Future] = [pool.submit(search.run, deadline) for search in searches]
+    waiting = set(futures)
+    while waiting:
+        done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()  # an error in a search is an error of the planner
+        decided = [at for at, search in enumerate(searches) if search.decided]
+        # Stopped again and again: a search that is just being built does not hear it the first time.
+        for search in searches[decided[0] + 1 :] if decided else ():
+            search.stop()
+    for at, search in enumerate(searches):
+        if search.decided:
+            return search
+        deadline.cut_short = deadline.cut_short or search.cut_short
+    return None
+
+
+class _Problem(NamedTuple):
+    """Boxes with sizes [boxes] in units, to be placed below ``height`` units."""
+
+    boxes: Boxes
+    size: np.ndarray
+    height: int
+
+
+class _Search:
+    """One search by one thread.
+
+    Attributes:
+        decided: it found a placement (``offsets`` in units), or proved that there is none (``offsets`` None).
+        cut_short: the clock ended it before its effort was spent.
+    """
+
+    def __init__(self, problem: _Problem, branching: Branching, effort: float, seed: int) -> None:
+        self.decided = False
+        self.offsets: Optional[np.ndarray] = None
+        self.cut_short = False
+        self._problem, self._branching, self._effort, self._seed = problem, branching, effort, seed
+        self._stopped = False
+        self._solver: Any = None
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._solver is not None:
+            self._solver.stop_search()
+
+    def run(self, deadline: Deadline) -> None:
+        """Searches until decided, stopped, or at the end of effort or time."""
+        from ortools.sat.python import cp_model
+
+        seconds = deadline.left_s()
+        if self._stopped or seconds < _LEAST_SECONDS:
+            self.cut_short = not self._stopped
+            return
+        model, at = self._model(cp_model)
+        self._solver = cp_model.CpSolver()
+        parameters = self._solver.parameters
+        parameters.num_workers = 1
+        parameters.random_seed = self._seed
+        # The linear relaxation knows no more than the load bound here, and takes most of the time.
+        parameters.linearization_level = 0
+        parameters.search_branching = getattr(parameters, self._branching.search)
+        parameters.randomize_search = self._branching.random
+        parameters.max_deterministic_time = self._effort
+        parameters.max_time_in_seconds = seconds
+        status = self._solver.solve(model)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            self.offsets = np.array([self._solver.value(y) for y in at], np.int64)
+            self.decided = True
+        elif status == cp_model.INFEASIBLE:
+            self.decided = True
+        else:
+            self.cut_short = self._solver.wall_time >= seconds
+
+    def _model(self, cp_model: Any) -> Any:
+        """The CP-SAT model and its offset variables, in units."""
+        boxes, size, height = self._problem
+        times = compressed(boxes)
+        model = cp_model.CpModel()
+        at = [model.new_int_var(0, height - s, "") for s in size.tolist()]
+        alive = [model.new_fixed_size_interval_var(a, b - a, "") for a, b in zip(times.lower.tolist(), times.upper.tolist())]
+        model.add_no_overlap_2d(alive, [model.new_fixed_size_interval_var(y, s, "") for y, s in zip(at, size.tolist())])
+        # Equal boxes are stacked in order of index. Any placement may be turned over, so the box of largest area may be taken to lie in the lower half.
+        seen: Dict[Any, int] = {}
+        for index, key in enumerate(zip(times.lower.tolist(), times.upper.tolist(), size.tolist())):
+            if key in seen:
+                model.add(at[seen[key]] + key[2] <= at[index])
+            seen[key] = index
+        largest = int(np.argmax((times.upper - times.lower) * size.astype(float)))
+        model.add(2 * at[largest] + int(size[largest]) <= height)
+        if self._branching.order:
+            order = orders(boxes)[self._branching.order]
+            model.add_decision_strategy([at[index] for index in order.tolist()], cp_model.CHOOSE_LOWEST_MIN, cp_model.SELECT_MIN_VALUE)
+        return model, at
