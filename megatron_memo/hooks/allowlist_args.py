@@ -17,7 +17,7 @@ _OURS = "Leave it out: --memo decides what is kept, swapped and recomputed (--me
 _DENSE_GPT = "Use GPT layers of one kind, or train without --memo."
 
 _REFUSED: Dict[str, Refused] = {
-    "use_layer_wise_distributed_optimizer": refused("--optimizer", "Set one that does not start with dist_."),
+    "use_layer_wise_distributed_optimizer": refused("--optimizer", "Leave out --use-distributed-optimizer: with it this optimizer is distributed by layer."),
     "optimizer": Refused(
         "--optimizer", "Set --optimizer muon: dist_muon is a distributed optimizer.", "any but dist_muon", lambda value, owner: value != "dist_muon"),
     "overlap_param_gather_with_optimizer_step": refused("--overlap-param-gather-with-optimizer-step", _PLAIN),

@@ -9,7 +9,6 @@ from typing import Any, Callable, Optional, Tuple
 import torch
 
 from .. import flags
-from ..config import MemoConfig
 from .seams import Hook
 
 
@@ -122,8 +121,3 @@ def print_once(text: str) -> None:
     from megatron.training import print_rank_0
 
     print_rank_0(text)
-
-
-def config_from(args: Any) -> MemoConfig:
-    """The frozen configuration of a parsed namespace."""
-    return flags.config_from_args(args)

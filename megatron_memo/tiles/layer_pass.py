@@ -72,12 +72,11 @@ class Recorded:
 
 @dataclass
 class PassBytes:
-    """Bytes of a pass by what became of them; ``attention_extra_bytes`` is what attention saved besides q, k, v and o."""
+    """Bytes of a pass by what became of them."""
 
     swapped_bytes: int = 0
     kept_bytes: int = 0
     recomputed_bytes: int = 0
-    attention_extra_bytes: int = 0
 
 
 class Chain:
@@ -113,7 +112,6 @@ class TiledLayer:
     block_bytes: int = 0
     ahead: int = 2
     min_bytes: int = 1 << 16
-    last_bytes: PassBytes = field(default_factory=PassBytes)
 
 
 class LayerPass:
