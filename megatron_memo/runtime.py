@@ -65,9 +65,12 @@ class Runtime:
 
             self._say(args.rank, f"--memo-cpu: set {', '.join(cpu.prepare_args(args))}")
         if self.config.enabled:
-            from .hooks import allowlist
+            from .hooks import allowlist, seams, training, versions
 
-            allowlist.raise_if_any(allowlist.check_args(args))
+            remark = versions.remark(seams.megatron_version())
+            if remark:
+                self._say(args.rank, f"--memo: {remark}")
+            allowlist.raise_if_any([*allowlist.check_args(args), *allowlist.check_unknown_args(args, training.argument_defaults())])
             if self.config.report_dir is not None:
                 from .report.writer import make_directory
 

@@ -95,6 +95,7 @@ ARGUMENT_RULES: Dict[str, Refused] = {
     "use_legacy_models": refused("--use-legacy-models", "Use Megatron-Core models, or train without --memo."),
     "yaml_cfg": refused("--yaml-cfg", "Give the settings as flags.", None),
     # parallelism
+    "fake_process_group": refused("--fake-process-group", "Leave it out: ranks share the host's memory among themselves before the first step."),
     "use_torch_fsdp2": refused("--use-torch-fsdp2", _PLAIN),
     # memory
     "recompute_activations": refused("--recompute-activations", _OURS),

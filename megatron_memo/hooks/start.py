@@ -109,15 +109,24 @@ def tokens_of_rank(args: Any) -> int:
     return args.seq_length // args.context_parallel_size
 
 
+def _scheduled_samples(schedule: Optional[str]) -> List[int]:
+    """The batch sizes of --step-batch-size-schedule ("0:8 1M:16"), which goes without --global-batch-size: Megatron then sets that to one micro-batch
+    a rank."""
+    sizes = [step.rpartition(":")[2].upper() for step in (schedule or "").replace(",", " ").split()]
+    thousands = {"K": 1, "M": 2, "B": 3, "T": 4}
+    return [int(float(size.rstrip("KMBT")) * 1000 ** thousands.get(size[-1:], 0)) for size in sizes]
+
+
 def schedule_of(models: Sequence[Any], args: Any) -> Schedule:
-    """The order of passes on this rank. With a growing batch (--rampup-batch-size), that of a whole one: it has the most passes in flight."""
+    """The order of passes on this rank. With a growing batch, that of the largest one: it has the most passes in flight."""
     config = models[0].config
     groups = args.micro_batch_size * args.data_parallel_size
+    samples = max([args.global_batch_size, *_scheduled_samples(getattr(args, "step_batch_size_schedule", None))])
     return Schedule(
         stages=config.pipeline_model_parallel_size,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         chunks=len(models),
-        micro_batches=max(1, args.global_batch_size // groups),
+        micro_batches=max(1, samples // groups),
         group=config.microbatch_group_size_per_vp_stage or 0,
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
@@ -114,6 +115,15 @@ def megatron_args() -> Any:
     from megatron.training import get_args
 
     return get_args()
+
+
+def argument_defaults() -> Dict[str, Any]:
+    """The defaults of Megatron's own arguments, by destination: not those of the script that runs."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return {action.dest: action.default for action in parser._actions}
 
 
 def print_once(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The allowlist against the installed Megatron's configurations and its own argument parser."""
+"""The allowlist against the installed Megatron's configurations and its own argument parser. Other versions: test_megatron_names.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from megatron_memo import flags
 from megatron_memo.errors import UnsupportedError
 from megatron_memo.hooks import allowlist_args, allowlist_model
-from megatron_memo.hooks.allowlist import RULES, Irrelevant, Refused, check_args, check_config, raise_if_any, unclassed
+from megatron_memo.hooks.allowlist import (
+    RULES, Irrelevant, Refused, check_args, check_config, check_unknown_args, raise_if_any, unclassed, unclassed_args)
 
 # Flags that the parser of the installed Megatron may lack: the kitchen library adds its own, and 0.17 had legacy models.
 SOMETIMES = {"--kitchen-config-file", "--kitchen-recipe-number", "--use-legacy-models"}
@@ -261,6 +262,24 @@ def test_what_is_not_built_yet_is_refused_on_the_command_line(megatron, line, fl
     assert [one.flag for one in found] == [flag]
     with pytest.raises(UnsupportedError, match=f"1 setting of this job:\n  {flag}: found"):
         raise_if_any(found)
+
+
+def test_an_unknown_argument_passes_at_its_default_and_is_refused_elsewhere(megatron):
+    defaults = {"seq_length": None, "brand_new": False, "brand_new_list": []}
+    args = types.SimpleNamespace(seq_length=128, brand_new=False, brand_new_list=[], of_the_users_script=7)
+    assert check_unknown_args(args, defaults) == []
+    args.brand_new = True
+    (found,) = check_unknown_args(args, defaults)
+    assert str(found).startswith("--brand-new: found True, allowed its default False. This argument of the Megatron that runs is unknown")
+
+
+def test_the_installed_megatrons_defaults_have_no_unknown_argument(megatron):
+    from megatron_memo.hooks.training import argument_defaults
+
+    ours = {action.dest for action in flags.add_arguments(argparse.ArgumentParser())._actions} - {"help"}
+    defaults = argument_defaults()
+    assert defaults.keys() == {action.dest for action in megatron.parser._actions} - ours
+    assert unclassed_args(defaults) == []
 
 
 def test_a_long_mask_is_told_in_bytes(megatron):
