@@ -23,8 +23,8 @@ from .greedy import orders
 
 # CP-SAT's deterministic seconds of one search in the first round. A second of the clock is about 0.02 of them with AddNoOverlap2D.
 FIRST_EFFORT = 0.02
-# All searches of a question together, for each second of its deadline.
-EFFORT_PER_SECOND = 0.05
+# All searches of a question together, for each second of its deadline: what two quiet cores manage, so that there the clock decides nothing.
+EFFORT_PER_SECOND = 0.03
 _LEAST_SECONDS = 0.02
 _LOOK_S = 0.02
 

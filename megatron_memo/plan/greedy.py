@@ -110,6 +110,16 @@ def orders(boxes: Boxes) -> Dict[str, np.ndarray]:
     return {name: np.lexsort(columns) for name, columns in keys.items()}
 
 
+def long_first(boxes: Boxes, quantile: float) -> np.ndarray:
+    """The boxes whose life is above this quantile in order of time, then the others by size.
+
+    Pipeline schedules need it: activations that wait for their backward pass then follow one another into the same places, as in a queue.
+    """
+    life = boxes.upper - boxes.lower
+    long = life > np.quantile(life, quantile)
+    return np.lexsort((-boxes.size, np.where(long, boxes.lower, 0), ~long))
+
+
 def _largest_within(values: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
     """max(values[start[i]:stop[i]]) for each i, from maxima over powers of two."""
     levels = [values]
@@ -206,6 +216,7 @@ def _solvers(boxes: Boxes) -> Iterator[Tuple[str, _Solver]]:
     by_key = orders(boxes)
     for key in ("life", "area", "pressure, life", "end", "size"):
         yield f"lowest first by {key}", partial(lowest_first, boxes, by_key[key])
+    by_key = {**{f"long first ({quantile})": long_first(boxes, quantile) for quantile in (0.7, 0.8, 0.9, 0.5)}, **by_key}
     for key, order in by_key.items():
         for fit in Fit:
             yield f"{fit.value} by {key}", partial(place, boxes, order, fit)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import Sequence
+from typing import Optional, Sequence
 
 from . import one_level, two_level
 from .boxes import Deadline, bound, boxes_of
 from .errors import TraceError
+from .one_level import Solution
 from .records import Buffer, Plan, Settings
 from .validator import require_valid
 
-# What the two levels may take of the time; the rest is for all buffers in one level, should folding have cost memory.
-TWO_LEVEL_SHARE = 0.6
+# What two levels may take of the time, each time they are tried; the rest is for all buffers in one level.
+FOLDED_SHARE = 0.4
 
 
 def make_plan(buffers: Sequence[Buffer], settings: Settings = Settings()) -> Plan:
     """Plans ``buffers`` in the time that ``settings`` gives, and has the plan checked before it is returned.
 
-    Buffers with layers are planned in two levels; if that misses the bound (or the capacity), and for traces without layers, all together.
+    Buffers with layers are planned in two levels; if that misses the bound (or the capacity), and for traces without layers, all together. The exact
+    solver is asked where greedy placements miss, at both levels and for the whole.
     There always is a plan; whether its peak fits a capacity is the caller's to see.
 
     Raises TraceError for buffers that cannot be planned, and InvalidPlanError if the planner is at fault.
@@ -27,18 +29,28 @@ def make_plan(buffers: Sequence[Buffer], settings: Settings = Settings()) -> Pla
     _require_buffers(buffers, settings)
     deadline = Deadline(settings.seconds)
     boxes = boxes_of(buffers, settings.alignment_bytes)
-    lowest = bound(boxes)
+    lowest = proven = bound(boxes)
     target = max(lowest, settings.capacity_bytes or 0)
-    folded = two_level.fold(buffers, boxes, target, part := deadline.part(TWO_LEVEL_SHARE), settings.workers, settings.seed)
-    deadline.join(part)
-    layer_kinds = folded.layer_kinds if folded else 0
-    best = folded.solution if folded else None
-    proven = lowest
-    if best is None or best.peak_bytes > target:
-        whole = one_level.solve(boxes, target, deadline, settings.workers, settings.seed)
-        proven = max(proven, whole.proven_bytes)
-        if best is None or whole.peak_bytes < best.peak_bytes:
-            best, layer_kinds = whole, 0
+    best: Optional[Solution] = None
+    layer_kinds = 0
+    greedy: Optional[Solution] = None
+    # Cheap before dear; what folding costs in memory, one level may win back.
+    for levels, exact in ((2, False), (1, False), (2, True), (1, True)):
+        if best is not None and (best.peak_bytes <= target or deadline.over()):
+            break
+        if levels == 2:
+            part = deadline.part(FOLDED_SHARE)
+            folded = two_level.fold(buffers, boxes, target, part, settings, exact)
+            deadline.join(part)
+            if folded is not None and (best is None or folded.solution.peak_bytes < best.peak_bytes):
+                best, layer_kinds = folded.solution, folded.layer_kinds
+        else:
+            whole = one_level.solve(boxes, target, deadline, settings, exact, greedy)
+            greedy = greedy or whole
+            proven = max(proven, whole.proven_bytes)
+            if best is None or whole.peak_bytes < best.peak_bytes:
+                best, layer_kinds = whole, 0
+    assert best is not None
     plan = Plan(
         offsets_bytes=tuple(best.offsets.tolist()),
         peak_bytes=best.peak_bytes,

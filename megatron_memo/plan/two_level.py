@@ -14,7 +14,7 @@ import numpy as np
 
 from .boxes import Boxes, Deadline, bound, compressed
 from .one_level import Solution, solve
-from .records import Buffer
+from .records import Buffer, Settings
 
 # What the first level may take of the time; a pass is a small problem that many others wait for.
 FIRST_LEVEL_SHARE = 0.4
@@ -48,13 +48,13 @@ def passes(buffers: Sequence[Buffer], boxes: Boxes) -> List[np.ndarray]:
     return inside
 
 
-def fold(buffers: Sequence[Buffer], boxes: Boxes, target_bytes: int, deadline: Deadline, workers: Optional[int], seed: int) -> Optional[TwoLevels]:
-    """Plans in two levels; None when no pass has anything to fold."""
+def fold(buffers: Sequence[Buffer], boxes: Boxes, target_bytes: int, deadline: Deadline, settings: Settings, exact: bool) -> Optional[TwoLevels]:
+    """Plans in two levels; None when no pass has anything to fold. ``exact``: both levels use the exact solver where greedy placements miss their bound."""
     inside = passes(buffers, boxes)
     if not inside:
         return None
     first = deadline.part(FIRST_LEVEL_SHARE)
-    kinds = _solve_kinds([compressed(boxes.take(members)) for members in inside], first, workers, seed)
+    kinds = _solve_kinds([compressed(boxes.take(members)) for members in inside], first, settings, exact)
     deadline.join(first)
     folded = np.zeros(len(boxes), bool)
     for members in inside:
@@ -66,7 +66,7 @@ def fold(buffers: Sequence[Buffer], boxes: Boxes, target_bytes: int, deadline: D
         np.array([kinds[at].peak_bytes for at in range(len(inside))]),
     )
     step = Boxes(*(np.concatenate((of_blocks, of_rest[alone])) for of_blocks, of_rest in zip(vars(blocks).values(), vars(boxes).values())))
-    second = solve(compressed(step), target_bytes, deadline, workers, seed)
+    second = solve(compressed(step), target_bytes, deadline, settings, exact)
     offsets = np.empty(len(boxes), np.int64)
     for at, members in enumerate(inside):
         offsets[members] = second.offsets[at] + kinds[at].offsets
@@ -78,7 +78,7 @@ def fold(buffers: Sequence[Buffer], boxes: Boxes, target_bytes: int, deadline: D
     return TwoLevels(solution, len(distinct))
 
 
-def _solve_kinds(patterns: Sequence[Boxes], deadline: Deadline, workers: Optional[int], seed: int) -> List[Solution]:
+def _solve_kinds(patterns: Sequence[Boxes], deadline: Deadline, settings: Settings, exact: bool) -> List[Solution]:
     """A solution for each pattern; equal patterns share one (the very same object). The time is shared out evenly."""
     signatures: List[Tuple[bytes, ...]] = [tuple(array.tobytes() for array in vars(pattern).values()) for pattern in patterns]
     solved: Dict[Tuple[bytes, ...], Solution] = {}
@@ -86,6 +86,6 @@ def _solve_kinds(patterns: Sequence[Boxes], deadline: Deadline, workers: Optiona
     for pattern, signature in zip(patterns, signatures):
         if signature not in solved:
             part = deadline.part(1 / kinds)
-            solved[signature] = solve(pattern, 0, part, workers, seed)
+            solved[signature] = solve(pattern, 0, part, settings, exact)
             deadline.join(part)
     return [solved[signature] for signature in signatures]
