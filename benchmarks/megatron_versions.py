@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from harness import versions, write_json
 
@@ -51,6 +51,13 @@ def train(checkout: Path, corpus: str, steps: int, world: int, flags: str) -> Tu
     return [float(loss) for loss in _LOSS.findall(output)], output, time.perf_counter() - begin
 
 
+def commit_of(checkout: Path) -> Optional[str]:
+    """The commit of a git work tree, None for a folder that is none."""
+    run = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--show-prefix", "HEAD"], capture_output=True, text=True)
+    prefix, _, commit = run.stdout.partition("\n")
+    return commit.strip() if run.returncode == 0 and not prefix else None
+
+
 def compared(checkout: Path, corpus: str, steps: int, world: int, flags: str) -> Dict[str, Any]:
     """Stock's and --memo's losses, and what says that --memo ran in this Megatron."""
     stock, _, stock_s = train(checkout, corpus, steps, world, flags)
@@ -79,7 +86,7 @@ def main() -> int:
     rows: List[Dict[str, Any]] = []
     for checkout in options.checkouts:
         for layout, (world, flags) in LAYOUTS.items():
-            row: Dict[str, Any] = {"checkout": checkout.resolve().name, "layout": layout}
+            row: Dict[str, Any] = {"checkout": checkout.resolve().name, "commit": commit_of(checkout), "layout": layout}
             try:
                 row.update(compared(checkout.resolve(), str(Path(options.corpus).resolve()), options.steps, world, flags))
                 row["same"] = row["largest_relative_difference"] <= ALLOWED
