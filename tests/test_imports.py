@@ -44,6 +44,7 @@ RULES: Dict[str, Rule] = {
     "config": rule("errors"),
     "flags": rule("errors config"),
     "policy": rule("errors config"),
+    "plan": rule("errors"),
     "swap": rule("errors", torch=True),
     "tiles": rule("policy swap errors", torch=True),
     "attention": rule("errors __init__", torch=True),  # the version, which is part of a stored verdict
@@ -139,6 +140,7 @@ def test_every_part_has_a_rule_and_every_rule_a_part():
     [
         ("config", "import torch", "torch"),
         ("flags", "def f():\n    from torch import nn", "torch.nn"),
+        ("plan", "from ..config import MemoConfig", "megatron_memo.config.MemoConfig"),
         ("policy", "from ..swap.slab import HostSlab", "megatron_memo.swap.slab.HostSlab"),
         ("swap", "from ..tiles import grid", "megatron_memo.tiles.grid"),
         ("swap", "from .. import config", "megatron_memo.config"),
@@ -172,7 +174,7 @@ def test_an_allowed_import_passes(part, source):
     assert breaches(part, imports_of(source, f"{PACKAGE}.{part}.module")) == []
 
 
-LIGHT = ["megatron_memo", *(f"megatron_memo.{name}" for name in ("errors", "config", "flags", "policy.tiles", "runtime", "launch"))]
+LIGHT = ["megatron_memo", *(f"megatron_memo.{name}" for name in ("errors", "config", "flags", "policy.tiles", "plan.planner", "plan.__main__", "runtime", "launch"))]
 
 
 def modules_after(code: str) -> List[str]:
