@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -96,7 +97,8 @@ def main() -> int:
             rows.append(row)
             found = f"{row['largest_relative_difference']:.1e}" if "losses" in row else "failed"
             print(f"{row['checkout']:<16} {row.get('megatron', '?'):<12} {layout:<30} {found:>8}  {'same' if row['same'] else 'DIFFERS'}", flush=True)
-    write_json(options.out, {"versions": versions(), "model": MODEL, "memo": MEMO, "steps": options.steps, "allowed": ALLOWED, "runs": rows})
+    machine = f"{os.cpu_count()} {platform.machine()} cores, no GPU used"
+    write_json(options.out, {"machine": machine, "versions": versions(), "model": MODEL, "memo": MEMO, "steps": options.steps, "allowed": ALLOWED, "runs": rows})
     return 0 if all(row["same"] for row in rows) else 1
 
 
