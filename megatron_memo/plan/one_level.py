@@ -69,7 +69,8 @@ def _improve(group: _Group, floor_bytes: int, deadline: Deadline, settings: Sett
         return group
     unit = int(np.gcd.reduce(group.boxes.size))  # peaks are multiples of it
     best, proven = group.best, group.proven_bytes
-    share = 0.5
+    # Half for the first question, a quarter for the next, ...; with a capacity the first one is what matters.
+    share = 0.5 if settings.capacity_bytes is None else 0.9
     asked = lowest = max(floor_bytes, proven)  # up to `lowest` nothing need be asked for (again)
     while asked < best.peak_bytes and deadline.left_s() > 0:
         part = deadline.part(share)
@@ -82,5 +83,5 @@ def _improve(group: _Group, floor_bytes: int, deadline: Deadline, settings: Sett
             if found.answer is Answer.NONE:
                 proven = max(proven, found.bound_bytes)
         asked = lowest + max(unit, (best.peak_bytes - lowest) // 2 // unit * unit)
-        share /= 2
+        share = min(share, 1 - share) if share > 0.5 else share / 2
     return group._replace(best=best, proven_bytes=min(proven, best.peak_bytes))

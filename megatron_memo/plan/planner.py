@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import time
-from typing import Optional, Sequence
+from enum import Enum
+from typing import NamedTuple, Optional, Sequence
 
-from . import one_level, two_level
+from .apart import solve_apart
 from .boxes import Deadline, bound, boxes_of
 from .errors import TraceError
-from .one_level import Solution
+from .one_level import Solution, solve
 from .records import Buffer, Plan, Settings
+from .two_level import fold
 from .validator import require_valid
 
-# What two levels may take of the time, each time they are tried; the rest is for all buffers in one level.
-FOLDED_SHARE = 0.4
+
+class Way(Enum):
+    """What is solved as one problem."""
+
+    TWO_LEVELS = "each kind of layer pass, then the step"
+    ONE_LEVEL = "all buffers"
+    APART = "all but crumbs, which come on top"
+
+
+class Stage(NamedTuple):
+    """One attempt: greedy placements only, or with the exact solver; ``share`` is what it may take of the time."""
+
+    way: Way
+    exact: bool
+    share: float
+
+
+# In this order until one meets the target: cheap before dear, and what folding layers costs in memory others may win back.
+STAGES = (
+    Stage(Way.TWO_LEVELS, False, 0.4),
+    Stage(Way.ONE_LEVEL, False, 0.6),
+    Stage(Way.APART, False, 0.4),
+    Stage(Way.TWO_LEVELS, True, 0.3),
+    Stage(Way.APART, True, 0.3),
+    Stage(Way.ONE_LEVEL, True, 1.0),
+)
 
 
 def make_plan(buffers: Sequence[Buffer], settings: Settings = Settings()) -> Plan:
@@ -33,24 +59,24 @@ def make_plan(buffers: Sequence[Buffer], settings: Settings = Settings()) -> Pla
     target = max(lowest, settings.capacity_bytes or 0)
     best: Optional[Solution] = None
     layer_kinds = 0
-    greedy: Optional[Solution] = None
-    # Cheap before dear; what folding costs in memory, one level may win back.
-    for levels, exact in ((2, False), (1, False), (2, True), (1, True)):
-        if best is not None and (best.peak_bytes <= target or deadline.over()):
+    for stage in STAGES:
+        if best is not None and (best.peak_bytes <= max(target, proven) or deadline.over()):
             break
-        if levels == 2:
-            part = deadline.part(FOLDED_SHARE)
-            folded = two_level.fold(buffers, boxes, target, part, settings, exact)
-            deadline.join(part)
-            if folded is not None and (best is None or folded.solution.peak_bytes < best.peak_bytes):
-                best, layer_kinds = folded.solution, folded.layer_kinds
+        part = deadline.part(stage.share)
+        kinds, found = 0, None
+        if stage.way is Way.TWO_LEVELS:
+            kinds, found = fold(buffers, boxes, target, part, settings, stage.exact) or (0, None)
+        elif stage.way is Way.ONE_LEVEL:
+            found = solve(boxes, target, part, settings, stage.exact, best if stage.exact else None)
         else:
-            whole = one_level.solve(boxes, target, deadline, settings, exact, greedy)
-            greedy = greedy or whole
-            proven = max(proven, whole.proven_bytes)
-            if best is None or whole.peak_bytes < best.peak_bytes:
-                best, layer_kinds = whole, 0
-    assert best is not None
+            found = solve_apart(boxes, target, part, settings, stage.exact)
+        deadline.join(part)
+        if found is None:
+            continue
+        proven = max(proven, found.proven_bytes)
+        if best is None or found.peak_bytes < best.peak_bytes:
+            best, layer_kinds = found, kinds
+    assert best is not None, "one level always has a placement"
     plan = Plan(
         offsets_bytes=tuple(best.offsets.tolist()),
         peak_bytes=best.peak_bytes,

@@ -21,10 +21,10 @@ FIRST_LEVEL_SHARE = 0.4
 
 
 class TwoLevels(NamedTuple):
-    """A solution for all boxes, and how many kinds of passes the first level solved. ``proven_bytes`` of it is the load bound: folding proves no more."""
+    """How many kinds of passes the first level solved, and a solution for all boxes. Its ``proven_bytes`` is the load bound: folding proves no more."""
 
-    solution: Solution
     layer_kinds: int
+    solution: Solution
 
 
 def passes(buffers: Sequence[Buffer], boxes: Boxes) -> List[np.ndarray]:
@@ -75,7 +75,7 @@ def fold(buffers: Sequence[Buffer], boxes: Boxes, target_bytes: int, deadline: D
     how = tuple(f"layers by {way}" for way in dict.fromkeys(way for kind in distinct for way in kind.how))
     # The step's own proof is about folded passes. Unfolded, less may be possible: only the load is a bound.
     solution = Solution(offsets, second.peak_bytes, bound(boxes), (*how, *(f"step by {way}" for way in second.how)))
-    return TwoLevels(solution, len(distinct))
+    return TwoLevels(len(distinct), solution)
 
 
 def _solve_kinds(patterns: Sequence[Boxes], deadline: Deadline, settings: Settings, exact: bool) -> List[Solution]:

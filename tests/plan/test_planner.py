@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_memo.plan import one_level, planner
+from megatron_memo.plan.apart import MOST_OF_BOUND, crumbs
 from megatron_memo.plan.boxes import Deadline, bound, boxes_of
 from megatron_memo.plan.errors import InvalidPlanError, TraceError
 from megatron_memo.plan.exact import pairs_alive
@@ -96,6 +97,23 @@ def test_buffers_that_never_meet_are_separate_problems():
     assert (plan.peak_bytes, plan.proved) == (21, True)
 
 
+def test_crumbs_do_not_spoil_the_fit_of_large_buffers():
+    buffers = random_trace(2, 40, instants=20, largest=30)
+    large = [Buffer(f"l{b.id}", 2 * b.lower, 2 * b.upper, b.size_bytes << 20) for b in buffers]
+    odd = [Buffer(f"c{n}", n, n + 5, 100 + 7 * n) for n in range(30)]
+    alone = make_plan(large, Settings(seconds=20))
+    plan = make_plan(large + odd, Settings(seconds=20))
+    assert overlaps(large + odd, plan.offsets_bytes) == []
+    assert alone.ratio == 1.0 and plan.peak_bytes <= alone.peak_bytes + sum(b.size_bytes for b in odd)
+
+
+def test_crumbs_weigh_little_and_are_the_smallest():
+    boxes = boxes_of([Buffer(str(n), 0, 2, 10**6) for n in range(5)] + [Buffer(f"c{n}", 0, 1, 100 + n) for n in range(50)], 1)
+    small = crumbs(boxes)
+    assert 0 < small.sum() < 50 and boxes.size[small].max() < boxes.size[~small].min()
+    assert boxes.size[small].sum() <= MOST_OF_BOUND * bound(boxes)
+
+
 def test_with_a_capacity_the_first_plan_that_fits_will_do():
     boxes = boxes_of(GREEDY_MISSES, 1)
     roomy = best_of_orders(boxes, 0, Deadline(10)).peak_bytes
@@ -130,14 +148,14 @@ def test_the_exact_solver_keeps_the_deadline(monkeypatch):
 
 
 def test_a_wrong_plan_is_never_returned(monkeypatch):
-    solve = one_level.solve
+    solve = planner.solve
 
     def wrong(*arguments):
         found = solve(*arguments)
         found.offsets[:] = 0
         return found
 
-    monkeypatch.setattr(planner.one_level, "solve", wrong)
+    monkeypatch.setattr(planner, "solve", wrong)
     with pytest.raises(InvalidPlanError, match="may not share a byte"):
         make_plan(random_trace(0, 10))
 
