@@ -1,9 +1,9 @@
 """The exact solver: CP-SAT with one AddNoOverlap2D, times fixed and offsets free, asked whether a placement within a capacity exists.
 
-Several searches run side by side, one thread each, so that all cores work; they differ in how they branch and in their seed, because hard cases
-are easy for some and hopeless for others. The answer is the same with any number of threads: searches are numbered, each is limited by CP-SAT's deterministic time,
+Several searches run side by side, one thread each, so that all cores work; they differ in how they branch, because hard cases are easy for
+some and hopeless for others. The answer is the same with any number of threads: searches are numbered, each is limited by CP-SAT's deterministic time,
 which counts work, and of those that decide the question the one with the lowest number counts, wherever another one was faster. Searches
-with higher numbers are stopped, lower ones are waited for. Then all start again with other seeds and twice the effort. CP-SAT's own
+with higher numbers are stopped, lower ones are waited for. Then all start again with more effort, some in a newly shuffled order. CP-SAT's own
 interleaved search is repeatable too, but waits for the slowest of every batch, found or not: 3 to 10 times slower on hard traces.
 The wall clock limits everything; where it ends a search that might have counted, the deadline notes that.
 """
@@ -23,8 +23,11 @@ from .greedy import orders
 
 # CP-SAT's deterministic seconds of one search in the first round. A second of the clock is about 0.02 of them with AddNoOverlap2D.
 FIRST_EFFORT = 0.02
+GROWTH = 4
 # All searches of a question together, for each second of its deadline: what two quiet cores manage, so that there the clock decides nothing.
 EFFORT_PER_SECOND = 0.03
+# How far boxes drift in a shuffled order, as a fraction of all.
+SHUFFLE = 0.1
 _LEAST_SECONDS = 0.02
 _LOOK_S = 0.02
 
@@ -46,23 +49,23 @@ class Exact(NamedTuple):
 
 
 class Branching(NamedTuple):
-    """How a search chooses: CP-SAT's name for it, and, where offsets are chosen first, the order that decides between boxes equally low."""
+    """How a search chooses: CP-SAT's name for it; for FIXED_SEARCH, which box of those equally low comes first, and whether that order is shuffled a little."""
 
     search: str
     order: str = ""
-    random: bool = False
+    shuffled: bool = False
 
 
 # Lowest offset first, as greedy.lowest_first does, with backtracking, is what solves most traces at once; which order it needs cannot be told beforehand.
 BRANCHINGS = (
+    Branching("FIXED_SEARCH", "life"),
     Branching("FIXED_SEARCH", "area"),
     Branching("FIXED_SEARCH", "pressure, life"),
     Branching("FIXED_SEARCH", "pressure, area"),
     Branching("FIXED_SEARCH", "size"),
     Branching("PORTFOLIO_WITH_QUICK_RESTART_SEARCH"),
-    Branching("FIXED_SEARCH", "life", random=True),
-    Branching("AUTOMATIC_SEARCH"),
-    Branching("FIXED_SEARCH", "area", random=True),
+    Branching("FIXED_SEARCH", "life", shuffled=True),
+    Branching("FIXED_SEARCH", "area", shuffled=True),
 )
 
 
@@ -90,7 +93,7 @@ def within(boxes: Boxes, capacity_bytes: int, deadline: Deadline, workers: Optio
     spent = 0.0
     with ThreadPoolExecutor(workers or cores()) as pool:
         for round_ in count():
-            effort = FIRST_EFFORT * 2**round_
+            effort = FIRST_EFFORT * GROWTH**round_
             if spent >= EFFORT_PER_SECOND * deadline.seconds:
                 return Exact(Answer.UNKNOWN)
             if deadline.left_s() < _LEAST_SECONDS:
@@ -169,7 +172,6 @@ class _Search:
         # The linear relaxation knows no more than the load bound here, and takes most of the time.
         parameters.linearization_level = 0
         parameters.search_branching = getattr(parameters, self._branching.search)
-        parameters.randomize_search = self._branching.random
         parameters.max_deterministic_time = self._effort
         parameters.max_time_in_seconds = seconds
         status = self._solver.solve(model)
@@ -199,5 +201,8 @@ class _Search:
         model.add(2 * at[largest] + int(size[largest]) <= height)
         if self._branching.order:
             order = orders(boxes)[self._branching.order]
+            if self._branching.shuffled:
+                drift = np.random.default_rng(self._seed).normal(scale=SHUFFLE * len(order), size=len(order))
+                order = order[np.argsort(np.arange(len(order)) + drift, kind="stable")]
             model.add_decision_strategy([at[index] for index in order.tolist()], cp_model.CHOOSE_LOWEST_MIN, cp_model.SELECT_MIN_VALUE)
         return model, at
