@@ -41,7 +41,7 @@ def made_up() -> Iterator[Tuple[str, List[Buffer]]]:
             yield f"{policy}, 1F1B, stage 0 of 4, 8 micro-batches{name}", pipeline_step(stage, policy, 4, 0, 8)
             chunk = GptShape(4, tokens=32_768, jitter=odd)
             yield f"{policy}, interleaved, stage 0 of 4, 2 chunks, 8 micro-batches{name}", pipeline_step(chunk, policy, 4, 0, 8, chunks=2)
-        yield f"keep, 160 layers{name}", whole_step(GptShape(160, jitter=odd), KEEP)
+        yield f"keep, 264 layers{name}", whole_step(GptShape(264, jitter=odd), KEEP)
 
 
 def measure(name: str, buffers: List[Buffer], settings: Settings, repeats: int) -> Dict[str, Any]:

@@ -4,7 +4,7 @@ Several searches run side by side, one thread each, so that all cores work; they
 some and hopeless for others. The answer is the same with any number of threads: searches are numbered, each is limited by CP-SAT's deterministic time,
 which counts work, and of those that decide the question the one with the lowest number counts, wherever another one was faster. Searches
 with higher numbers are stopped, lower ones are waited for. Then all start again with more effort, some in a newly shuffled order. CP-SAT's own
-interleaved search is repeatable too, but waits for the slowest of every batch, found or not: 3 to 10 times slower on hard traces.
+interleaved search is repeatable too, but waits for the slowest of every batch, found or not: on minimalloc's instance K 9.6 s instead of 1.6.
 The wall clock limits everything; where it ends a search that might have counted, the deadline notes that.
 """
 
