@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -133,8 +134,6 @@ def processor() -> str:
 
 
 def write(path: Optional[str], result: Dict[str, Any]) -> None:
-    import json
-
     if path:
         Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
