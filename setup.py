@@ -14,5 +14,6 @@ setup(
     description="Trains very long sequences in Megatron-LM by swapping and recomputing activations token by token",
     packages=find_packages(include=["megatron_memo", "megatron_memo.*"]),
     python_requires=">=3.10",
-    install_requires=["megatron-core>=0.17", "numpy", "psutil"],
+    install_requires=["megatron-core>=0.17", "numpy", "ortools", "psutil"],
+    extras_require={"picture": ["matplotlib"]},
 )
