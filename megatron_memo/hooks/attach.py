@@ -141,8 +141,8 @@ def measure(tile: TiledLayer, x: Tensor, call: LayerCall) -> Measured:
 
 
 def signature(layer: Any) -> Tuple[Any, ...]:
-    """What makes two layers alike: their modules, the shapes and types of their parameters, and whether they rotate q and k, and how they
-    exchange what context parallelism has cut."""
+    """What makes two layers alike: their modules, the shapes and types of their parameters, whether they rotate q and k, and how they exchange
+    what context parallelism has cut."""
     modules = tuple((name, type(module).__qualname__) for name, module in layer.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
     return modules, parameters, rotates(layer), getattr(layer.self_attention.core_attention, "cp_comm_type", None)
@@ -184,12 +184,11 @@ def attach_chunks(
     min_bytes = _CUDA_MIN_BYTES if x.is_cuda else 1
     several = len(policy_of(config, 0, len(chunks[0].layers), chunks[0].last).cut(x.shape[0])) > 1
     limit = _LEAVING_LIMIT_INPUTS * x.numel() * x.element_size() if several else None
-    tiled: List[List[TiledLayer]] = []
+    tiled: List[TiledLayer] = []
     measured: List[List[Measured]] = []
     known: Dict[Any, Measured] = {}
     for chunk in chunks:
         chain = Chain()
-        tiled.append([])
         measured.append([])
         for index, layer in enumerate(chunk.layers):
             policy = policy_of(config, index, len(chunk.layers), chunk.last)
@@ -199,12 +198,11 @@ def attach_chunks(
             if kind not in known:
                 known[kind] = measure(tile, chunk.x, chunk.call)
             tile.block_bytes = known[kind].swapped_bytes
-            tiled[-1].append(tile)
+            tiled.append(tile)
             measured[-1].append(known[kind])
     buffer = host_buffer(measured, schedule, config, x.device)
     slab = HostSlab(buffer.tensor)
     executor = Executor(streams, slab, limit)
-    flat = [tile for chunk in tiled for tile in chunk]
-    for tile in flat:
+    for tile in tiled:
         tile.executor = executor
-    return Session(config, layers, flat, [m for chunk in measured for m in chunk], schedule, buffer, slab)
+    return Session(config, layers, tiled, [m for chunk in measured for m in chunk], schedule, buffer, slab)

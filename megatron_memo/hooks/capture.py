@@ -93,8 +93,3 @@ def _received(config: Any, tokens: int, micro_batch: int, device: torch.device) 
     """What a later stage gets from the one before it, [s, b, h], as zeros."""
     rows = tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     return torch.zeros(rows, micro_batch, config.hidden_size, dtype=config.pipeline_dtype or config.params_dtype, device=device)
-
-
-def distinct(layers: Sequence[Any], signature: Any) -> List[Any]:
-    """One layer of each kind, in order."""
-    return list({signature(layer): layer for layer in reversed(layers)}.values())[::-1]

@@ -22,6 +22,11 @@ from megatron_memo import cpu
 
 WORLD = int(os.environ["WORLD_SIZE"])
 SEQUENCE, VOCABULARY, HIDDEN, HEADS, LAYERS = 32, 64, 32, 8, 3
+# Fused kernels are a GPU's.
+ON_CPU = dict(
+    use_cpu_initialization=True, bias_dropout_fusion=False, bias_activation_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False,
+    persist_layer_norm=False,
+)
 YARN = dict(
     rotary_scaling_factor=4.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0,
     correction_range_round_to_int=True,
@@ -81,12 +86,7 @@ def build(case: Case, dtype: torch.dtype, seed: int = 1) -> DistributedDataParal
         normalization=case.norm,
         qk_layernorm=case.qk_norm,
         gradient_accumulation_fusion=case.fused,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **ON_CPU,
     )
     assert not allowlist.check_config(config), allowlist.check_config(config)
     if case.position == "yarn":  # Megatron's command line sets these

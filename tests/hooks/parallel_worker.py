@@ -18,7 +18,7 @@ import torch
 
 import torch.distributed as dist
 
-from gradient_worker import AllKept  # first: it gives CUDA's names a meaning on a CPU
+from gradient_worker import ON_CPU, AllKept  # first: it gives CUDA's names a meaning on a CPU
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -29,9 +29,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gradient_cases import POLICIES
 from megatron_memo.config import MemoConfig
+from megatron_memo.errors import AttentionError
 from megatron_memo.hooks import allowlist, attach, capture, start
 from megatron_memo.hooks import random_state as rng
 from megatron_memo.swap.schedule import Schedule
+import gathered_attention
 from gathered_attention import GatheredAttention
 from megatron_memo.attention.context import rows_of
 from parallel_cases import CASES, Case, Layout
@@ -75,12 +77,7 @@ def build(case: Case) -> list:
         context_parallel_size=layout.context,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=case.fused,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **ON_CPU,
     )
     assert not allowlist.check_config(config), allowlist.check_config(config)
     reduction = DistributedDataParallelConfig(
@@ -163,6 +160,19 @@ def tiled(chunks: list, case: Case) -> attach.Session:
         return attach.attach_chunks(parts, config, schedule=Schedule(layout.stages, stage, layout.chunks, case.micro_batches))
 
 
+def refuses_another_cut(check) -> bool:
+    """Whether the check sees a mask for rows that lie in one piece a rank, as if nothing were dealt out from both ends."""
+    right = gathered_attention.rows_of
+    gathered_attention.rows_of = lambda rank, ranks, rows: torch.arange(rows).view(ranks, -1)[rank]
+    try:
+        check()
+    except AttentionError:
+        return True
+    finally:
+        gathered_attention.rows_of = right
+    return False
+
+
 def check_start(chunks: list, case: Case) -> list:
     """What a run checks before its first step, with a sequence that is cut: the attention, and one layer against stock."""
     args = argparse.Namespace(
@@ -171,7 +181,9 @@ def check_start(chunks: list, case: Case) -> list:
     )
     with capture.unsynchronised(chunks):
         models = [capture.unwrapped(chunk) for chunk in chunks]
-        start.checked_attention(capture.layers_of(models[0])[0], MemoConfig(enabled=True, cpu=True), args, torch.device("cpu"))
+        check = partial(start.checked_attention, capture.layers_of(models[0])[0], MemoConfig(enabled=True, cpu=True), args, torch.device("cpu"))
+        check()
+        assert refuses_another_cut(check), "an attention that masks by other rows than the rank's passed its check"
         return start.check_layers(models, args, torch.device("cpu"), None)
 
 
